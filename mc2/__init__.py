@@ -1,0 +1,1 @@
+"""Fused communication and matmul kernels, and the rules that pick them."""

@@ -1,0 +1,1 @@
+"""Kernels behind one interface. They never import each other."""

@@ -1,0 +1,1 @@
+"""Parallel styles: what a user applies to the modules of a model."""
