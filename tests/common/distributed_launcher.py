@@ -17,6 +17,7 @@ raised while others sit in a collective cannot be brought back into step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -252,10 +253,8 @@ class RankPool:
         reusable = False
         try:
             for connection in self._connections:
-                try:
+                with contextlib.suppress(BrokenPipeError):  # _collect reports the dead rank
                     connection.send_bytes(message)
-                except BrokenPipeError:
-                    pass  # _collect reports the dead rank
             outcomes = self._collect(timeout_s)
             reusable = all(not outcome.failed and outcome.reusable for outcome in outcomes)
         finally:
@@ -310,7 +309,7 @@ class RankPool:
         return RankOutcome("died", summary=f"(exit code {code})")
 
     def _stacks(self, ranks: Sequence[int]) -> list[str]:
-        """Python stacks of stuck ranks; faulthandler's signal handler needs no GIL to write them."""
+        """Python stacks of stuck ranks: faulthandler writes them without needing the GIL."""
         for rank in ranks:
             self._processes[rank].send_signal(signal.SIGUSR1)
         return [self._stack(rank) for rank in ranks]
@@ -342,10 +341,8 @@ class RankPool:
         if self.closed:
             return
         for connection in self._connections:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 connection.send_bytes(b"")
-            except BrokenPipeError:
-                pass
         deadline = time.monotonic() + 10
         for process in self._processes:
             try:

@@ -119,7 +119,6 @@ def _leave_group() -> None:
 
 def _run(message: bytes, context: RankContext, config: RankConfig) -> RankOutcome:
     import torch
-
     import torch.distributed as dist
 
     group = dist.group.WORLD
@@ -214,7 +213,9 @@ class _RewritingLoader(importlib.machinery.SourceFileLoader):
         # No cached bytecode: the cache holds, and must hold, what other loaders made.
         raise OSError
 
-    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> types.CodeType:
+    def source_to_code(  # type: ignore[override]
+        self, data: Any, path: Any, *, _optimize: int = -1
+    ) -> types.CodeType:
         tree = ast.parse(data, path)
         rewrite_asserts(tree, data, path)
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
