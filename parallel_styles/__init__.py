@@ -1,1 +1,21 @@
-"""Parallel styles: what a user applies to the modules of a model."""
+"""Tensor parallel styles that overlap communication with computation: change one import line."""
+
+from parallel_styles.parallelize import parallelize_module
+from parallel_styles.styles import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+__all__ = [
+    "ColwiseParallel",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "parallelize_module",
+]

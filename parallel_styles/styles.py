@@ -1,0 +1,483 @@
+"""Torch's tensor parallel styles, with boundaries that redistribute asynchronously.
+
+Names, arguments, defaults and semantics are torch's, and so are the parameters: plain DTensors.
+Under ``torch.compile`` the boundaries are torch's own; the compiler schedules the collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.tensor.parallel as torch_parallel
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_map_only
+
+from pending_dtensor import HyperDTensor
+from pending_dtensor.hyper_dtensor import as_hyper, local_to_hyper, take_local
+
+Layouts = Sequence[Placement]
+
+
+class ColwiseParallel(torch_parallel.ColwiseParallel):
+    """Shards a Linear or Embedding by output features.
+
+    Boundary      placements                          collective
+    input         input_layouts -> Replicate          all_gather
+    output        Shard(-1) -> output_layouts         all_to_all, or all_gather
+
+    In backward the reduction of grad_input is in flight while grad_weight is computed.
+
+    Args:
+        input_layouts: placement of the input if it is a plain tensor; Replicate() by default.
+        output_layouts: placement of the output; Shard(-1) by default.
+        use_local_output: give a local tensor (pending until it is read), not a HyperDTensor.
+        async_op: False waits for each collective where it is launched, forward and backward.
+
+    Raises:
+        NotImplementedError: applied to a module that is no Linear or Embedding.
+        RuntimeError: applied to a module that has a style already.
+        TypeError: at call, for an input that is no tensor.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        async_op: bool = True,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.async_op = async_op
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_applicable(self, module)
+        partition = (
+            self._partition_linear_fn
+            if isinstance(module, nn.Linear)
+            else self._partition_embedding_fn
+        )
+        return _parallelize_layer(self, module, device_mesh, partition, self.input_layouts)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, async_op={self.async_op})"
+
+
+class RowwiseParallel(torch_parallel.RowwiseParallel):
+    """Shards a Linear by input features, or an Embedding by rows.
+
+    Boundary      placements                          collective
+    input         input_layouts -> Shard(-1)          local slice, or all_to_all
+    output        Partial -> output_layouts           all_reduce, or reduce_scatter
+
+    An Embedding's input goes to Replicate instead. In backward the communication of grad_input is
+    in flight while grad_weight is computed.
+
+    Args:
+        input_layouts: placement of the input if it is a plain tensor; by default Shard(-1) for a
+            Linear and Replicate() for an Embedding, whose indices no rank has only a part of.
+        output_layouts: placement of the output; Replicate() by default.
+        use_local_output: give a local tensor (pending until it is read), not a HyperDTensor.
+        async_op: False waits for each collective where it is launched, forward and backward.
+
+    Raises:
+        NotImplementedError: applied to a module that is no Linear or Embedding.
+        RuntimeError: applied to a module that has a style already.
+        TypeError: at call, for an input that is no tensor.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        async_op: bool = True,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.async_op = async_op
+        self._input_layouts_given = input_layouts is not None
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_applicable(self, module)
+        partition: Callable[..., None]
+        input_layouts: Layouts = self.input_layouts
+        if isinstance(module, nn.Linear):
+            partition = self._partition_linear_fn
+            self.desired_input_layouts = (Shard(-1),)
+        else:
+            partition = self._partition_embedding_fn
+            self.desired_input_layouts = (Replicate(),)
+            if not self._input_layouts_given:
+                input_layouts = (Replicate(),)
+        return _parallelize_layer(self, module, device_mesh, partition, input_layouts)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, async_op={self.async_op})"
+
+
+class SequenceParallel(torch_parallel.SequenceParallel):
+    """Replicates a module's parameters and runs it on its part of the sequence.
+
+    Boundary      placements                          collective
+    input         -> Shard(sequence_dim)              local slice, or all_to_all
+
+    Every tensor argument of the first tensor's shape (a residual, say) is taken to be sharded like
+    it; other arguments are passed on as they are. All DTensors in the output are converted, in
+    whatever structure the module returns. Frozen parameters stay frozen.
+
+    Args:
+        sequence_dim: the tensor dim that is sharded.
+        use_local_output: give local tensors, not HyperDTensors.
+        async_op: False waits for each collective where it is launched, forward and backward.
+
+    Raises:
+        RuntimeError: applied to a module that has a style already.
+        TypeError: at call, for a first input that is no tensor.
+    """
+
+    def __init__(
+        self, *, sequence_dim: int = 1, use_local_output: bool = False, async_op: bool = True
+    ) -> None:
+        super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
+        self.async_op = async_op
+
+    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        for parameter_name, parameter in list(module.named_parameters(recurse=False)):
+            replicated = DTensor.from_local(
+                parameter.detach(), device_mesh, [Replicate()], run_check=False
+            )
+            module.register_parameter(
+                parameter_name, nn.Parameter(replicated, requires_grad=parameter.requires_grad)
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_applicable(self, module)
+
+        def prepare_input(
+            mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[Any, Any]:
+            first = _first_input(self, mod, args, kwargs)
+            shape = first.shape
+
+            def convert(tensor: torch.Tensor) -> torch.Tensor:
+                if tensor.shape != shape:
+                    return tensor
+                if torch.compiler.is_compiling():
+                    return torch_parallel.SequenceParallel._prepare_input_fn(
+                        self.sequence_sharding, mod, (tensor,), device_mesh
+                    )
+                return _moved(tensor, device_mesh, self.sequence_sharding, None, self.async_op)
+
+            return tree_map_only(torch.Tensor, convert, (args, kwargs))
+
+        def prepare_output(mod: nn.Module, args: Any, output: Any) -> Any:
+            if not self.use_local_output:
+                return output
+            return tree_map_only(DTensor, lambda out: out.to_local(), output)
+
+        return _attach(
+            self, module, device_mesh, self._replicate_module_fn, prepare_input, prepare_output
+        )
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, async_op={self.async_op})"
+
+
+class PrepareModuleInput(torch_parallel.PrepareModuleInput):
+    """Turns a module's inputs into DTensors and redistributes them, synchronously.
+
+    Arguments are torch's. A DTensor input is redistributed by the placement it has, whatever
+    ``input_layouts`` says of plain tensors.
+
+    Raises:
+        ValueError: layouts of different lengths.
+        TypeError: at call, for an input with a layout that is no tensor.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        _check_lengths("input_layouts", input_layouts, desired_input_layouts)
+        _check_lengths("input_kwarg_layouts", input_kwarg_layouts, desired_input_kwarg_layouts)
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _prepare_input_arg(
+        self,
+        input: Any,
+        mesh: DeviceMesh,
+        input_layout: Placement | None,
+        desired_layout: Placement | None,
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+        if input_layout is None:
+            return input
+        return _converted(self, input, mesh, input_layout, desired_layout, self.use_local_output)
+
+
+class PrepareModuleOutput(torch_parallel.PrepareModuleOutput):
+    """Turns a module's outputs into DTensors and redistributes them, synchronously.
+
+    Arguments are torch's. A DTensor output is redistributed by the placement it has, whatever
+    ``output_layouts`` says of plain tensors.
+
+    Raises:
+        ValueError: layouts of different lengths, or another number of outputs than of layouts.
+        TypeError: at call, for an output with a layout that is no tensor.
+    """
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement, ...],
+        use_local_output: bool = True,
+    ) -> None:
+        _check_lengths("output_layouts", output_layouts, desired_output_layouts)
+        super().__init__(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _prepare_out_fn(self, outputs: Any, device_mesh: DeviceMesh) -> Any:
+        if torch.compiler.is_compiling():
+            return super()._prepare_out_fn(outputs, device_mesh)
+        listed = outputs if isinstance(outputs, tuple) else (outputs,)
+        if len(listed) != len(self.output_layouts):
+            raise ValueError(
+                f"Expected {len(self.output_layouts)} outputs, one for each of output_layouts, got "
+                f"{len(listed)} (PrepareModuleOutput). Give None for outputs to leave alone."
+            )
+        prepared = tuple(
+            out
+            if layout is None
+            else _converted(self, out, device_mesh, layout, desired, self.use_local_output)
+            for out, layout, desired in zip(
+                listed, self.output_layouts, self.desired_output_layouts, strict=True
+            )
+        )
+        return prepared[0] if len(prepared) == 1 else prepared
+
+
+class PrepareModuleInputOutput(torch_parallel.PrepareModuleInputOutput):
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one; arguments are torch's."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement, ...],
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+
+def check_applicable(style: ParallelStyle, module: nn.Module, path: str = "") -> None:
+    """Says whether a style fits a module, before anything is changed.
+
+    Args:
+        style: one of ours, or another, which is not looked into.
+        module: what it shall be applied to.
+        path: the module's name in the model, for the message.
+
+    Raises:
+        NotImplementedError: Colwise or Rowwise on something that is no Linear or Embedding.
+        RuntimeError: the module has a style already.
+    """
+    name = type(style).__name__
+    at = f"module {path!r}" if path else "the module"
+    layer_style = isinstance(style, (torch_parallel.ColwiseParallel, torch_parallel.RowwiseParallel))
+    if layer_style and not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise NotImplementedError(
+            f"Expected an nn.Linear or nn.Embedding, got {type(module).__name__} ({name} on {at}). "
+            f"Name the Linear or Embedding inside it, or write a ParallelStyle for it."
+        )
+    shards = layer_style or isinstance(style, torch_parallel.SequenceParallel)
+    if shards and getattr(module, "_distribute_module_applied", False):
+        raise RuntimeError(
+            f"Expected a module without a parallel style, got a {type(module).__name__} that has "
+            f"one already ({name} on {at}). Give each module one style, once."
+        )
+
+
+def _check_lengths(name: str, given: Any, desired: Any) -> None:
+    def length(layouts: Any) -> int:
+        return 1 if isinstance(layouts, Placement) else len(layouts)
+
+    if given is None:
+        return
+    if desired is None or length(given) != length(desired):
+        raise ValueError(
+            f"Expected {name} and desired_{name} of the same length, got {given} and {desired}. "
+            f"Give None for a tensor to leave alone."
+        )
+
+
+def _parallelize_layer(
+    style: Any,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    partition: Callable[..., None],
+    input_layouts: Layouts,
+) -> nn.Module:
+    """Colwise or Rowwise on a Linear or Embedding, whose forward takes one tensor, ``input``."""
+    desired = style.desired_input_layouts
+
+    def prepare_input(
+        mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        tensor = _first_input(style, mod, args, kwargs)
+        if torch.compiler.is_compiling():
+            moved = style._prepare_input_fn(input_layouts, desired, mod, (tensor,), mesh)
+        else:
+            moved = _moved(tensor, mesh, input_layouts, desired, style.async_op)
+        return (moved, *args[1:]) if args else args, kwargs if args else {**kwargs, "input": moved}
+
+    def prepare_output(mod: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return style._prepare_output_fn(
+                style.output_layouts, style.use_local_output, mod, output, mesh
+            )
+        moved = _moved(output, mesh, style.output_layouts, style.output_layouts, style.async_op)
+        return take_local(moved) if style.use_local_output else moved
+
+    return _attach(style, module, mesh, partition, prepare_input, prepare_output)
+
+
+def _attach(
+    style: ParallelStyle,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    partition: Callable[..., None],
+    prepare_input: Callable[..., Any],
+    prepare_output: Callable[..., Any],
+) -> nn.Module:
+    def partition_all(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
+        partition(name, submodule, mesh)
+        _replicate_rest(submodule, mesh, style.src_data_rank)
+
+    distribute_module(module, mesh, partition_all)
+    module.register_forward_pre_hook(prepare_input, with_kwargs=True)
+    module.register_forward_hook(prepare_output)
+    return module
+
+
+def _replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Replicates what the style left alone, as `distribute_module` would, but from src_data_rank."""
+    placements = [Replicate()] * mesh.ndim
+    for name, parameter in module._parameters.items():
+        if parameter is not None and not isinstance(parameter, DTensor):
+            replicated = distribute_tensor(
+                parameter.detach(), mesh, placements, src_data_rank=src_data_rank
+            )
+            module.register_parameter(
+                name, nn.Parameter(replicated, requires_grad=parameter.requires_grad)
+            )
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[name] = distribute_tensor(
+                buffer, mesh, placements, src_data_rank=src_data_rank
+            )
+
+
+def _first_input(
+    style: ParallelStyle, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    tensor = args[0] if args else next(iter(kwargs.values()), None)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"Expected a torch.Tensor or DTensor as first input, got {type(tensor).__name__} "
+            f"({type(style).__name__} on {type(module).__name__})."
+        )
+    return tensor
+
+
+def _moved(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    layouts: Layouts,
+    desired: Layouts | None,
+    async_op: bool,
+) -> HyperDTensor:
+    """``tensor`` as a HyperDTensor in ``desired``; ``layouts`` is what a plain tensor is in."""
+    if isinstance(tensor, DTensor):
+        hyper = as_hyper(tensor)
+        desired = desired or layouts
+    else:
+        hyper = local_to_hyper(tensor, mesh, layouts, async_backward=async_op)
+    if desired is None or _same_placements(hyper, desired):
+        return hyper
+    return hyper.redistribute(placements=desired, async_op=async_op)
+
+
+def _same_placements(tensor: DTensor, placements: Layouts) -> bool:
+    normal = tuple(
+        Shard(p.dim % tensor.ndim) if type(p) is Shard and p.dim < 0 else p for p in placements
+    )
+    return tensor.placements == normal
+
+
+def _converted(
+    style: ParallelStyle,
+    value: Any,
+    mesh: DeviceMesh,
+    layout: Placement,
+    desired: Placement | None,
+    use_local: bool,
+) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"Expected a torch.Tensor or DTensor where a layout is given, got "
+            f"{type(value).__name__} ({type(style).__name__}, layout {layout}). Give None as the "
+            f"layout of what shall be left alone."
+        )
+    wanted = None if desired is None else (desired,)
+    if isinstance(value, DTensor) and wanted is None:
+        hyper = as_hyper(value)
+    else:
+        hyper = _moved(value, mesh, (layout,), wanted, async_op=False)
+    return hyper.to_local() if use_local else hyper

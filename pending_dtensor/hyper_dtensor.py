@@ -1,0 +1,457 @@
+"""`HyperDTensor`: a DTensor whose redistribution can stay in flight, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.tensor as torch_dtensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement
+
+from pending_dtensor.dispatch import OpDispatcher
+from pending_dtensor.errors import PlacementError
+from pending_dtensor.metadata_check import check_local_metadata
+from pending_dtensor.pending_local import PendingLocal, materialized
+from pending_dtensor.redistribute import (
+    cast_local,
+    checked_placements,
+    gradient_placements,
+    redistribute_local,
+    whole_placements,
+    with_dtype,
+    with_placements,
+)
+from pending_dtensor.torch_compat import (
+    DTensorSpec,
+    TensorMeta,
+    assert_no_mixed_partial_types,
+    compute_global_tensor_info,
+    is_tracing,
+    reserve_sequence_nr,
+)
+
+dispatcher = OpDispatcher()
+
+
+class HyperDTensor(DTensor):
+    """A `DTensor` whose local tensor may be a `PendingLocal`.
+
+    Results of its ops are HyperDTensors again. Parameters and the gradients that reach leaves stay
+    plain DTensors, so that optimizers, FSDP2 and checkpoints meet nothing new. It mixes with plain
+    DTensors; pickled, it is a plain DTensor.
+
+    Fields: ``_local_tensor`` and ``_spec``, as in torch.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return dispatcher.call_function(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return dispatcher.dispatch(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"HyperDTensor(local_tensor={self._local_tensor!r}, device_mesh={self._spec.mesh}, "
+            f"placements={self._spec.placements})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Saved as torch's own class, so that loading needs neither this package nor any trust in
+        # it. Tensor.__reduce_ex__ looks at the class, so it is asked of a plain DTensor.
+        local = materialized(self._local_tensor).detach()
+        plain = DTensor(local, self._spec, requires_grad=self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+    @staticmethod
+    def from_local(  # type: ignore[override]
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: torch.Size | Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> HyperDTensor:
+        """As `DTensor.from_local`, giving a HyperDTensor.
+
+        The gradient of ``local_tensor``: for Shard the shard of the gradient, for Replicate and
+        Partial("sum") the whole gradient, for Partial("avg") the whole divided by the ranks (each
+        rank's summand enters the mean with weight 1 / R). Torch leaves that division out.
+        For Partial("max") and ("min") it is the whole gradient on every rank, as in torch.
+
+        Args:
+            local_tensor: this rank's part; its shape may differ between ranks only if ``shape`` and
+                ``stride`` are given.
+            device_mesh: the mesh; None for the current one.
+            placements: one for each mesh axis; None for Replicate on all.
+            run_check: compare shape, stride and dtype over the ranks (communicates), and broadcast
+                Replicate data from the first rank of the axis.
+            shape: global shape, needed for uneven shards; together with ``stride``.
+            stride: global stride in elements.
+            grad_placements: placements in which the gradient shall arrive.
+
+        Raises:
+            TypeError: ``local_tensor`` is not a plain tensor.
+            PlacementError: placements that fit neither the mesh nor the tensor.
+            ValueError: one of ``shape`` and ``stride`` without the other, or ``run_check`` found
+                ranks that disagree (raised on all of them).
+        """
+        return local_to_hyper(
+            local_tensor,
+            device_mesh,
+            placements,
+            run_check=run_check,
+            shape=shape,
+            stride=stride,
+            grad_placements=grad_placements,
+        )
+
+    def to_local(  # type: ignore[override]
+        self, *, grad_placements: Sequence[Placement] | None = None
+    ) -> torch.Tensor:
+        """This rank's local tensor, as it is: a `PendingLocal` stays pending.
+
+        Args:
+            grad_placements: placements of the gradient that will come back; None for this tensor's
+                own, with Partial as Replicate.
+        """
+        if is_tracing():
+            return super().to_local(grad_placements=grad_placements)
+        return _to_local(self, grad_placements, owned=False)
+
+    def redistribute(  # type: ignore[override]
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> HyperDTensor:
+        """Moves the tensor to other placements on its mesh; differentiable any number of times.
+
+        Args:
+            device_mesh: None, or the mesh the tensor is on.
+            placements: the target, one for each mesh axis.
+            async_op: return while the last collective is in flight; the first read waits. Backward
+                does the same. False returns, forward and backward, nothing that is pending.
+            forward_dtype: dtype to communicate in and to return; None for the tensor's.
+            backward_dtype: dtype to communicate the gradient in, which is then cast back to the
+                tensor's; None for the tensor's.
+
+        Raises:
+            PlacementError: placements that do not fit, or a change to Partial.
+            NotImplementedError: another mesh.
+            ProcessGroupGoneError: the mesh's process group was destroyed.
+        """
+        targets = checked_placements(placements, self._spec, device_mesh)
+        if is_tracing():
+            return super().redistribute(  # type: ignore[return-value]
+                placements=targets,
+                async_op=async_op,
+                forward_dtype=forward_dtype,
+                backward_dtype=backward_dtype,
+            )
+        dtype = forward_dtype or self.dtype
+        return _redistribute(self, _Move(targets, async_op, dtype, dtype, backward_dtype))
+
+    def full_tensor(  # type: ignore[override]
+        self, *, grad_placements: Sequence[Placement] | None = None
+    ) -> torch.Tensor:
+        """The whole tensor on every rank, finished.
+
+        Args:
+            grad_placements: placements of the gradient that will come back; None for Replicate.
+        """
+        whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+
+def _wrap(local: torch.Tensor, spec: DTensorSpec) -> HyperDTensor:
+    return HyperDTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+dispatcher.set_wrapper(_wrap)
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> HyperDTensor:
+    """As `torch.distributed.tensor.distribute_tensor`, giving a HyperDTensor leaf.
+
+    Args:
+        tensor: the global leaf tensor.
+        device_mesh: the mesh; None for the current one.
+        placements: one for each mesh axis; None for Replicate on all.
+        src_data_rank: rank within each axis whose data is sent out; None to use each rank's own
+            data without communication.
+    """
+    plain = torch_dtensor.distribute_tensor(
+        tensor, device_mesh, placements, src_data_rank=src_data_rank
+    )
+    return HyperDTensor(  # type: ignore[call-arg]
+        plain._local_tensor, plain._spec, requires_grad=tensor.requires_grad
+    )
+
+
+def local_to_hyper(
+    local: torch.Tensor,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    *,
+    run_check: bool = False,
+    shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
+    grad_placements: Sequence[Placement] | None = None,
+    async_backward: bool = False,
+) -> HyperDTensor:
+    """`HyperDTensor.from_local`; ``async_backward`` leaves the gradient's reduction in flight."""
+    if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
+        raise TypeError(
+            f"Expected a local torch.Tensor, got {type(local).__name__} (from_local). Use to_local() "
+            f"or full_tensor() to leave a DTensor first."
+        )
+    mesh = mesh or torch_dtensor.device_mesh._mesh_resources.get_current_mesh()
+    if placements is None:
+        placements = [Replicate()] * mesh.ndim
+    spec = _spec_of_local(local, mesh, tuple(placements), shape, stride)
+    if mesh.device_type != local.device.type and not local.is_meta:
+        local = local.to(mesh.device_type)
+    if run_check:
+        local = check_local_metadata(local, spec, shape_given=shape is not None)
+    grads = None if grad_placements is None else tuple(grad_placements)
+    return _FromLocal.apply(local, spec, async_backward, grads)
+
+
+def as_hyper(tensor: DTensor) -> HyperDTensor:
+    """The same DTensor as a HyperDTensor; its gradient goes back to it unchanged."""
+    return tensor if isinstance(tensor, HyperDTensor) else _AsHyper.apply(tensor)
+
+
+def take_local(tensor: HyperDTensor) -> torch.Tensor:
+    """`HyperDTensor.to_local` of a tensor that nobody else holds or has saved for backward.
+
+    The result may be written to in place, which a view made inside an autograd function may not.
+    """
+    return _to_local(tensor, None, owned=True)
+
+
+def _to_local(
+    tensor: DTensor, grad_placements: Sequence[Placement] | None, *, owned: bool
+) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return tensor._local_tensor
+    grads = None if grad_placements is None else tuple(grad_placements)
+    return _ToLocal.apply(tensor, grads, owned)
+
+
+def _spec_of_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> DTensorSpec:
+    where = f"from_local of a tensor of shape {tuple(local.shape)}"
+    if len(placements) != mesh.ndim or not all(isinstance(p, Placement) for p in placements):
+        raise PlacementError(
+            f"Expected {mesh.ndim} placements, one for each mesh axis, got {placements} ({where})."
+        )
+    if (shape is None) != (stride is None):
+        raise ValueError(
+            f"Expected shape and stride together, got shape={shape}, stride={stride} ({where}). "
+            f"Pass both or neither."
+        )
+    ndim = local.ndim
+    normal = []
+    for placement in placements:
+        if isinstance(placement, Shard):
+            if not -ndim <= placement.dim < ndim:
+                raise PlacementError(
+                    f"Expected a shard dim from {-ndim} to {ndim - 1}, got {placement} ({where})."
+                )
+            placement = Shard(placement.dim % ndim)
+        normal.append(placement)
+    assert_no_mixed_partial_types(normal)
+    if shape is None:
+        shape, stride = compute_global_tensor_info(local, mesh, normal)
+    assert stride is not None
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    return DTensorSpec(mesh, tuple(normal), tensor_meta=meta)
+
+
+# [Note: autograd functions]
+# Each backward is written in terms of the functions themselves while a graph is being recorded
+# (create_graph=True), which makes it differentiable any number of times, and on local tensors
+# otherwise. Outputs are detached, not viewed: autograd forbids in-place writes to a view that a
+# custom function made.
+
+
+class _FromLocal(torch.autograd.Function):
+    """(local, spec, async_backward, grad_placements) -> HyperDTensor."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        local: torch.Tensor,
+        spec: DTensorSpec,
+        async_op: bool,
+        grad_placements: tuple[Placement, ...] | None,
+    ) -> HyperDTensor:
+        ctx.set_materialize_grads(False)
+        ctx.spec = spec
+        ctx.async_op = async_op
+        ctx.grad_placements = grad_placements
+        if not spec.mesh._is_current_rank_part_of_mesh():
+            local = local.new_empty(0)
+        return _wrap(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if grad is None:
+            return None, None, None, None
+        target = ctx.grad_placements or whole_placements(ctx.spec.placements)
+        weight = _mean_weight(ctx.spec)
+        if torch.is_grad_enabled():
+            moved = as_hyper(grad).redistribute(placements=target, async_op=ctx.async_op)
+            local = moved.to_local()
+        else:
+            local = _moved_local(grad, target, ctx.async_op)
+        # The autograd graph ends here if this tensor is a leaf, and leaves get finished gradients.
+        if _feeds_leaf(ctx):
+            local = materialized(local)
+        return local if weight == 1 else local * weight, None, None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    """(HyperDTensor, grad_placements, owned) -> local tensor."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, tensor: DTensor, grad_placements: tuple[Placement, ...] | None, owned: bool
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.spec = tensor._spec
+        ctx.grad_placements = grad_placements
+        local = tensor._local_tensor
+        if owned:
+            return local.alias() if isinstance(local, PendingLocal) else local.detach()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if grad is None:
+            return None, None, None
+        spec = ctx.spec
+        placements = ctx.grad_placements or whole_placements(spec.placements)
+        _, stride = compute_global_tensor_info(grad, spec.mesh, placements)
+        meta = TensorMeta(spec.shape, tuple(stride), grad.dtype)
+        grad_spec = with_placements(spec, tuple(placements), meta)
+        if torch.is_grad_enabled():
+            return _FromLocal.apply(grad, grad_spec, False, None), None, None
+        return _wrap(grad, grad_spec), None, None
+
+
+class _AsHyper(torch.autograd.Function):
+    """DTensor -> HyperDTensor of the same local tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> HyperDTensor:  # type: ignore[override]
+        return _wrap(tensor._local_tensor, tensor._spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> DTensor:  # type: ignore[override]
+        return grad
+
+
+class _Move(NamedTuple):
+    """One redistribution: where to, and in which dtypes.
+
+    Attributes:
+        placements: the target.
+        async_op: whether the last hop may stay in flight.
+        op_dtype: dtype to communicate in.
+        out_dtype: dtype to return.
+        backward_dtype: dtype to communicate the gradient in; None for the input's.
+    """
+
+    placements: tuple[Placement, ...]
+    async_op: bool
+    op_dtype: torch.dtype
+    out_dtype: torch.dtype
+    backward_dtype: torch.dtype | None
+
+
+class _Redistribute(torch.autograd.Function):
+    """(DTensor, move) -> HyperDTensor; backward is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, move: _Move) -> HyperDTensor:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.source = tensor._spec
+        ctx.async_op = move.async_op
+        ctx.backward_dtype = move.backward_dtype
+        local = cast_local(tensor._local_tensor, move.op_dtype)
+        source = with_dtype(tensor._spec, move.op_dtype)
+        target = with_placements(source, move.placements)
+        local = redistribute_local(local, source, target, async_op=move.async_op)
+        return _wrap(cast_local(local, move.out_dtype), with_dtype(target, move.out_dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if grad is None:
+            return None, None
+        source = ctx.source
+        dtype = source.tensor_meta.dtype
+        move = _Move(
+            gradient_placements(grad.placements, source.placements),
+            ctx.async_op,
+            ctx.backward_dtype or dtype,
+            dtype,
+            ctx.backward_dtype,
+        )
+        return _redistribute(grad, move), None
+
+
+def _redistribute(tensor: DTensor, move: _Move) -> HyperDTensor:
+    if move.async_op and tensor.requires_grad and torch.is_grad_enabled():
+        # Weight gradients take this place in the order of backward: after our node has launched,
+        # before whoever reads what it launched. See [Note: the order of backward] in linear.py.
+        reserve_sequence_nr()
+    return _Redistribute.apply(tensor, move)
+
+
+def _moved_local(
+    grad: DTensor, placements: tuple[Placement, ...], async_op: bool
+) -> torch.Tensor:
+    source = grad._spec
+    target = with_placements(source, placements)
+    return redistribute_local(grad._local_tensor, source, target, async_op=async_op)
+
+
+def _mean_weight(spec: DTensorSpec) -> float:
+    """d(global) / d(local) of a tensor made from local parts: 1 / R for each axis of Partial avg."""
+    weight = 1.0
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, Partial) and placement.reduce_op == "avg":
+            weight /= spec.mesh.size(axis)
+    return weight
+
+
+def _feeds_leaf(node: Any) -> bool:
+    following = node.next_functions[0][0]
+    return following is not None and following.name() == "torch::autograd::AccumulateGrad"

@@ -1,0 +1,402 @@
+"""`Pending`: the life of one value that is not there yet, shared by all its views.
+
+    deferred --start / fuse--> in flight --wait--> ready
+        \\------ compute / complete -----------------/
+
+A deferred value is a recipe that nothing has run. An in-flight value is a buffer that a collective
+is filling, and a finish (unpad, re-concatenate, scale, cast) that runs once, after the wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import torch
+
+from pending_dtensor.errors import (
+    DeferredReadError,
+    ForkedPendingError,
+    InFlightInputModifiedError,
+)
+from pending_dtensor.events import OverlapEvent
+
+Finish = Callable[[torch.Tensor], torch.Tensor]
+
+
+class PendingState(str, Enum):
+    """Where a pending value is in its life."""
+
+    DEFERRED = "deferred"  # a recipe; nothing was launched, nothing is owed
+    IN_FLIGHT = "in flight"  # launched; the buffer may not be read before the wait
+    READY = "ready"  # the value is there
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Launch(NamedTuple):
+    """A collective that has been started.
+
+    Attributes:
+        kind: the collective's name.
+        group: name of its process group.
+        buffer: output of a functional collective, not waited for.
+        finish: turns the filled buffer into the value; None if the buffer is the value.
+        source: the tensor the collective reads from, if a caller could still write to it.
+        event: its line in the overlap log.
+    """
+
+    kind: str
+    group: str
+    buffer: torch.Tensor
+    finish: Finish | None = None
+    source: torch.Tensor | None = None
+    event: OverlapEvent | None = None
+
+
+class Recipe(Protocol):
+    """What a deferred value will be made of.
+
+    Attributes:
+        kind: the producer's name in the fused rules, such as ``all_gather`` or ``linear``.
+        is_local: whether `compute` needs no other rank. Only then may a plain read run it.
+    """
+
+    kind: str
+    is_local: bool
+
+    def compute(self) -> torch.Tensor:
+        """Runs a local recipe."""
+        ...
+
+    def start(self) -> Launch | torch.Tensor:
+        """Launches a collective recipe unfused; a tensor where nothing needs to be sent."""
+        ...
+
+
+class Readable(Protocol):
+    """Another pending tensor, as far as a value that comes after it needs to know."""
+
+    def materialize(self, consumer: object = ...) -> torch.Tensor:
+        """The finished value."""
+        ...
+
+
+class Pending:
+    """One value that is deferred, in flight or ready.
+
+    Fields: ``kind`` names the producer; ``_recipe`` is set while deferred; while in flight
+    ``_buffer`` (of our own launch, with ``_source`` and ``_source_version``) or ``_parent`` (of
+    another's), and ``_finish``; ``_value`` when ready; ``_error`` once a wait has failed, and then
+    every read raises it again.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_buffer",
+        "_error",
+        "_event",
+        "_finish",
+        "_lock",
+        "_parent",
+        "_recipe",
+        "_source",
+        "_source_version",
+        "_value",
+        "group",
+        "kind",
+        "state",
+    )
+
+    def __init__(self, kind: str, group: str = "") -> None:
+        self.kind = kind
+        self.group = group
+        self.state = PendingState.READY
+        self._recipe: Recipe | None = None
+        self._parent: Readable | None = None
+        self._buffer: torch.Tensor | None = None
+        self._finish: Finish | None = None
+        self._source: torch.Tensor | None = None
+        self._source_version = 0
+        self._value: torch.Tensor | None = None
+        self._error: BaseException | None = None
+        self._event: OverlapEvent | None = None
+        self._lock = threading.RLock()
+
+    @classmethod
+    def deferred(cls, recipe: Recipe, group: str = "") -> Pending:
+        """A value that is only a recipe so far."""
+        self = cls(recipe.kind, group)
+        self.state = PendingState.DEFERRED
+        self._recipe = recipe
+        return self
+
+    @classmethod
+    def in_flight(cls, launch: Launch) -> Pending:
+        """A value that a launched collective is writing."""
+        self = cls(launch.kind, launch.group)
+        self._take_off(launch)
+        return self
+
+    def _take_off(self, launch: Launch) -> None:
+        self.state = PendingState.IN_FLIGHT
+        self._recipe = None
+        self._buffer = launch.buffer
+        self._finish = launch.finish
+        self._event = launch.event
+        if launch.source is not None and not launch.source.is_inference():
+            self._source = launch.source
+            self._source_version = launch.source._version
+        _in_flight.add(self)
+
+    @classmethod
+    def after(cls, parent: Readable, kind: str, group: str, step: Finish) -> Pending:
+        """What ``step`` makes of another value in flight, once somebody reads it."""
+        self = cls(kind, group)
+        self.state = PendingState.IN_FLIGHT
+        self._parent = parent
+        self._finish = step
+        return self
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of a deferred value, else None."""
+        return self._recipe
+
+    def start(self) -> Launch | torch.Tensor:
+        """Launches a collective recipe unfused; a tensor where nothing needs to be sent."""
+        ...
+
+
+class Readable(Protocol):
+    """Another pending tensor, as far as a value that comes after it needs to know."""
+
+    def materialize(self, consumer: object = ...) -> torch.Tensor:
+        """The finished value."""
+        ...
+
+
+class Pending:
+    """One value that is deferred, in flight or ready.
+
+    Fields: ``kind`` names the producer; ``_recipe`` is set while deferred; while in flight
+    ``_buffer`` (of our own launch, with ``_source`` and ``_source_version``) or ``_parent`` (of
+    another's), and ``_finish``; ``_value`` when ready; ``_error`` once a wait has failed, and then
+    every read raises it again.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_buffer",
+        "_error",
+        "_event",
+        "_finish",
+        "_lock",
+        "_parent",
+        "_recipe",
+        "_source",
+        "_source_version",
+        "_value",
+        "group",
+        "kind",
+        "state",
+    )
+
+    def __init__(self, kind: str, group: str = "") -> None:
+        self.kind = kind
+        self.group = group
+        self.state = PendingState.READY
+        self._recipe: Recipe | None = None
+        self._parent: Readable | None = None
+        self._buffer: torch.Tensor | None = None
+        self._finish: Finish | None = None
+        self._source: torch.Tensor | None = None
+        self._source_version = 0
+        self._value: torch.Tensor | None = None
+        self._error: BaseException | None = None
+        self._event: OverlapEvent | None = None
+        self._lock = threading.RLock()
+
+    @classmethod
+    def deferred(cls, recipe: Recipe, group: str = "") -> Pending:
+        """A value that is only a recipe so far."""
+        self = cls(recipe.kind, group)
+        self.state = PendingState.DEFERRED
+        self._recipe = recipe
+        return self
+
+    @classmethod
+    def in_flight(cls, launch: Launch) -> Pending:
+        """A value that a launched collective is writing."""
+        self = cls(launch.kind, launch.group)
+        self._take_off(launch)
+        return self
+
+    def _take_off(self, launch: Launch) -> None:
+        self.state = PendingState.IN_FLIGHT
+        self._recipe = None
+        self._buffer = launch.buffer
+        self._finish = launch.finish
+        self._event = launch.event
+        if launch.source is not None and not launch.source.is_inference():
+            self._source = launch.source
+            self._source_version = launch.source._version
+        _in_flight.add(self)
+
+    @classmethod
+    def after(cls, parent: Readable, kind: str, group: str, step: Finish) -> Pending:
+        """What ``step`` makes of another value in flight, once somebody reads it."""
+        self = cls(kind, group)
+        self.state = PendingState.IN_FLIGHT
+        self._parent = parent
+        self._finish = step
+        return self
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of a deferred value, else None."""
+        return self._recipe
+
+    def then(self, step: Finish) -> Pending:
+        """The same launch with one more step after its finish.
+
+        Takes over from ``self``, which must be read by nobody else afterwards.
+
+        Raises:
+            RuntimeError: the value is not in flight.
+        """
+        if self.state is not PendingState.IN_FLIGHT:
+            raise RuntimeError(f"Expected a value in flight, got one {self.state} (Pending.then).")
+        finish = self._finish
+        self._finish = step if finish is None else lambda buffer: step(finish(buffer))
+        return self
+
+    def start(self) -> None:
+        """Launches a deferred collective as it is, unfused. Every rank of its group must do so."""
+        with self._lock:
+            if self.state is not PendingState.DEFERRED:
+                return
+            recipe = self._recipe
+            assert recipe is not None
+            result = recipe.compute() if recipe.is_local else recipe.start()
+            if isinstance(result, Launch):
+                self._take_off(result)
+            else:
+                self.complete(result)
+
+    def complete(self, value: torch.Tensor) -> None:
+        """Makes a deferred value ready with what a fused kernel, or its recipe, produced."""
+        with self._lock:
+            self._value = value
+            self._recipe = None
+            self.state = PendingState.READY
+
+    def materialize(self, consumer: object = "a read") -> torch.Tensor:
+        """The value, waiting for it or computing it first.
+
+        Args:
+            consumer: who reads, for the error message.
+
+        Raises:
+            DeferredReadError: a deferred collective was read; nothing is launched.
+            InFlightInputModifiedError: its input was written to while in flight.
+            ForkedPendingError: it was launched before this process was forked.
+            RuntimeError: the collective failed, as the process group tells it.
+        """
+        if self.state is PendingState.READY:
+            assert self._value is not None
+            return self._value
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self.state is PendingState.IN_FLIGHT:
+                self._finish_wait()
+            elif self.state is PendingState.DEFERRED:
+                recipe = self._recipe
+                assert recipe is not None
+                if not recipe.is_local:
+                    raise DeferredReadError(
+                        f"Expected a deferred {self.kind} to be read by an operation that a fused "
+                        f"rule covers, got {consumer} (group {self.group!r}). Use it in the layer "
+                        f"it was deferred for, redistribute with async_op=True instead of "
+                        f"deferring, or call .start() on it on every rank to run it unfused."
+                    )
+                self.complete(recipe.compute())
+            assert self._value is not None
+            return self._value
+
+    def _finish_wait(self) -> None:
+        event = self._event
+        if event is not None:
+            event.begin_wait()
+        try:
+            # Collectives write below autograd, so nothing here may be recorded.
+            with torch.no_grad():
+                filled = self._filled_buffer()
+                self._value = filled if self._finish is None else self._finish(filled)
+        except Exception as error:
+            self._error = error
+            raise
+        finally:
+            if self._error is not None or self._value is not None:
+                self._buffer = self._parent = self._finish = self._source = None
+                _in_flight.discard(self)
+            if event is not None:
+                event.end_wait()
+        self.state = PendingState.READY
+
+    def _filled_buffer(self) -> torch.Tensor:
+        if self._parent is not None:
+            return self._parent.materialize()
+        buffer = torch.ops._c10d_functional.wait_tensor(self._buffer)
+        if self._source is not None and self._source._version != self._source_version:
+            raise InFlightInputModifiedError(
+                f"Expected the input of {self.kind} to stay as it was while in flight, got an "
+                f"in-place write to it (shape {tuple(self._source.shape)}, group {self.group!r}). "
+                f"Read the result first, or write to a copy."
+            )
+        return buffer
+
+    def release(self) -> None:
+        """Waits for a launch whose value nobody wants, and frees its buffer. Never raises."""
+        buffer = self._buffer
+        if buffer is None or self._error is not None:
+            return
+        self._buffer = self._finish = self._source = None
+        self._error = RuntimeError(f"this {self.kind} was released unread")
+        try:
+            torch.ops._c10d_functional.wait_tensor(buffer)
+        except Exception:  # noqa: S110 - a failed collective nobody reads has no one to report to
+            pass
+
+    def __del__(self) -> None:
+        self.release()
+
+
+_in_flight: weakref.WeakSet[Pending] = weakref.WeakSet()
+
+
+def release_all() -> None:
+    """Waits for everything in flight in this process. Run at exit, before torch counts leftovers."""
+    for pending in list(_in_flight):
+        pending.release()
+
+
+def _disown_after_fork() -> None:
+    # The threads that would finish these launches live in the parent only: a wait would hang.
+    for pending in list(_in_flight):
+        pending._error = ForkedPendingError(
+            f"Expected to read an in-flight {pending.kind} in the process that launched it, got a "
+            f"read in a forked child. Read it before forking, or start workers with spawn."
+        )
+    _in_flight.clear()
+
+
+atexit.register(release_all)
+os.register_at_fork(after_in_child=_disown_after_fork)

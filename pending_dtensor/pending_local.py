@@ -1,0 +1,458 @@
+"""`PendingLocal`: the tensor that stands where a DTensor keeps its local tensor until it is there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from pending_dtensor.pending import Launch, Pending, PendingState, Recipe
+from pending_dtensor.torch_compat import (
+    AsyncCollectiveTensor,
+    in_backward_without_grad,
+    no_dispatch,
+)
+
+aten = torch.ops.aten
+
+# One step from a pending value to a view of it.
+ViewStep = Callable[[torch.Tensor], torch.Tensor]
+
+# These look at the shape, dtype and device of their argument only: they never wait.
+_METADATA_ONLY = {
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
+
+# (deferred producer kind, op) -> how a deferred value goes through the op and stays deferred.
+_deferred_ops: dict[tuple[str, Any], Callable[..., Any]] = {}
+
+
+def register_deferred_op(kind: str, op: Any, handler: Callable[..., Any]) -> None:
+    """Lets deferred values of one kind pass through ``op`` without being computed.
+
+    Args:
+        kind: producer kind of the deferred value.
+        op: the aten overload.
+        handler: called with the op's arguments; returns the result or ``NotImplemented``.
+
+    Raises:
+        ValueError: the pair has a handler already.
+    """
+    if (kind, op) in _deferred_ops:
+        raise ValueError(
+            f"Expected one handler for ({kind}, {op}), got {handler} besides "
+            f"{_deferred_ops[kind, op]} (register_deferred_op). Register each pair once."
+        )
+    _deferred_ops[kind, op] = handler
+
+
+@functools.cache
+def _is_view(op: torch._ops.OpOverload) -> bool:
+    return op._schema._is_view_op()
+
+
+@functools.cache
+def _is_mutable(op: torch._ops.OpOverload) -> bool:
+    return op._schema.is_mutable
+
+
+class PendingLocal(AsyncCollectiveTensor):
+    """A tensor whose value is deferred, in flight or ready; any read of it sees the finished value.
+
+    It is an `AsyncCollectiveTensor`, so that torch's own ``isinstance`` checks hold, with the final
+    shape, stride, dtype and device. Views share one `Pending`, and so one wait and one storage.
+
+    Fields:
+        pending: the shared life of the value.
+        _steps: the view steps that lead from that value to this tensor.
+        _value: this tensor's own view of it, once read.
+    """
+
+    pending: Pending
+    _steps: tuple[ViewStep, ...]
+    _value: torch.Tensor | None
+
+    __slots__ = ("_steps", "_value", "pending")
+
+    @staticmethod
+    def __new__(  # type: ignore[misc]
+        cls: type[PendingLocal],
+        pending: Pending,
+        like: torch.Tensor,
+        steps: tuple[ViewStep, ...] = (),
+    ) -> PendingLocal:
+        """Wraps ``pending``; ``like`` (on any device) tells the shape, stride and dtype to show."""
+        return _wrap(
+            cls,
+            pending,
+            like.size(),
+            like.stride(),
+            like.storage_offset(),
+            like.dtype,
+            like.device,
+            steps,
+        )
+
+    @classmethod
+    def in_flight(
+        cls, launch: Launch, shape: torch.Size | tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> PendingLocal:
+        """The contiguous value of ``shape`` that a launched collective is writing.
+
+        Args:
+            launch: the collective; its finish must give a contiguous tensor of ``shape``.
+            shape: final shape on this rank.
+            dtype: final dtype; None for that of the buffer.
+        """
+        buffer = launch.buffer
+        return _wrap_contiguous(
+            cls, Pending.in_flight(launch), shape, dtype or buffer.dtype, buffer.device
+        )
+
+    @classmethod
+    def deferred(
+        cls,
+        recipe: Recipe,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        group: str = "",
+    ) -> PendingLocal:
+        """The contiguous value of ``shape`` that ``recipe`` will make."""
+        return _wrap_contiguous(cls, Pending.deferred(recipe, group), shape, dtype, device)
+
+    @classmethod
+    def ready(cls, value: torch.Tensor) -> PendingLocal:
+        """A `PendingLocal` whose value is there."""
+        pending = Pending("value")
+        pending.complete(value)
+        return cls(pending, value)
+
+    # -- state ------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> PendingState:
+        """Deferred, in flight or ready."""
+        return self.pending.state
+
+    @property
+    def kind(self) -> str:
+        """Name of what produces the value, such as ``all_gather``."""
+        return self.pending.kind
+
+    @property
+    def is_view(self) -> bool:
+        """Whether this is a view of the pending value rather than all of it."""
+        return bool(self._steps)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe while deferred, else None."""
+        return self.pending.recipe
+
+    @property
+    def completed(self) -> bool:  # type: ignore[override]
+        """Whether a read would not wait. (The name that torch's class gives it.)"""
+        return self.pending.state is PendingState.READY
+
+    @property
+    def elem(self) -> torch.Tensor:  # type: ignore[override]
+        """The finished plain tensor. (The name by which torch unwraps its own class.)"""
+        return self.materialize()
+
+    def start(self) -> None:
+        """Launches a deferred collective unfused, on every rank of its group; else does nothing."""
+        self.pending.start()
+
+    def complete(self, value: torch.Tensor) -> None:
+        """Makes a deferred value ready with what a fused kernel handed back."""
+        self.pending.complete(value)
+
+    def alias(self) -> PendingLocal:
+        """A fresh tensor object for the same value: it shares the wait and the storage."""
+        return type(self)(self.pending, self, (*self._steps, _alias))
+
+    def after(
+        self, step: ViewStep, shape: torch.Size | tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> PendingLocal:
+        """What ``step`` makes of this value in flight, as a pending value of its own.
+
+        Args:
+            step: from the finished value to a new contiguous tensor of ``shape``.
+            shape: shape after the step.
+            dtype: dtype after the step; None if it does not change.
+        """
+        pending = Pending.after(self, self.kind, self.pending.group, step)
+        return _wrap_contiguous(type(self), pending, shape, dtype or self.dtype, self.device)
+
+    # -- reads that do not come through the dispatcher ---------------------------------------------
+
+    def materialize(self, consumer: object = "a read") -> torch.Tensor:
+        """The finished plain tensor, without autograd history; waits for it if need be.
+
+        Raises:
+            DeferredReadError: it is a deferred collective.
+        """
+        value = self._value
+        if value is None:
+            value = self.pending.materialize(consumer)
+            if self._steps:
+                with torch.no_grad():
+                    value = _replay(value, self._steps)
+            self._value = value
+        return value
+
+    trigger_wait = materialize
+    _get_acs_underlying_tensor = materialize
+
+    def wait(self) -> torch.Tensor:
+        """The finished plain tensor. For autograd this is the identity."""
+        if self.requires_grad and torch.is_grad_enabled():
+            return _Wait.apply(self)
+        return self.materialize()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """As `torch.Tensor.numpy`, of the finished value."""
+        return self.wait().numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """As `torch.Tensor.tolist`, of the finished value."""
+        return self.materialize().tolist()
+
+    def data_ptr(self) -> int:
+        """Address of the finished value."""
+        return self.materialize().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Storage of the finished value."""
+        return self.materialize().untyped_storage()
+
+    def _typed_storage(self) -> Any:
+        return self.materialize()._typed_storage()
+
+    def storage(self) -> Any:
+        """As `torch.Tensor.storage`, of the finished value."""
+        return self.materialize().storage()
+
+    def is_shared(self) -> bool:
+        """Whether the finished value lies in shared memory."""
+        return self.materialize().is_shared()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wait().__dlpack__(*args, **kwargs)
+
+    def __format__(self, format_spec: str) -> str:
+        return repr(self) if not format_spec else self.materialize().__format__(format_spec)
+
+    def _finished_copy_source(self) -> torch.Tensor:
+        return self.materialize().detach().requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._finished_copy_source().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copy = self.materialize().detach().clone()
+        copy.requires_grad_(self.requires_grad and self.is_leaf)
+        memo[id(self)] = copy
+        return copy
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        # Metadata only: a repr that waited would change the state, and one rank printing a
+        # deferred collective would launch it alone.
+        group = f", group={self.pending.group!r}" if self.pending.group else ""
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"PendingLocal({self.kind}, {self.state}, shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, device='{self.device}'{group}{grad})"
+        )
+
+    # -- torch.compile boundary --------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["elem"], None
+
+    @staticmethod
+    def __tensor_unflatten__(  # type: ignore[override]
+        inner_tensors: dict[str, torch.Tensor], meta: None, outer_size: Any, outer_stride: Any
+    ) -> PendingLocal:
+        return PendingLocal.ready(inner_tensors["elem"])
+
+    # -- the dispatcher ----------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, PendingLocal) and first._value is None:
+            if func in _METADATA_ONLY:
+                return _from_metadata(func, first, args[1:], kwargs)
+            if _is_view(func):
+                # AccumulateGrad takes a gradient over by detaching it. What reaches a leaf is read
+                # by people who know nothing of us, so it is finished here.
+                if func is aten.detach.default and in_backward_without_grad():
+                    return func(first.materialize(func))
+                if not first.completed:
+                    return _pending_view(func, first, args[1:], kwargs)
+            if first.state is PendingState.DEFERRED:
+                handler = _deferred_ops.get((first.kind, func))
+                if handler is not None:
+                    result = handler(*args, **kwargs)
+                    if result is not NotImplemented:
+                        return result
+        return _read(func, args, kwargs)
+
+
+def _wrap(
+    cls: type[PendingLocal],
+    pending: Pending,
+    shape: torch.Size | tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    steps: tuple[ViewStep, ...] = (),
+) -> PendingLocal:
+    self: PendingLocal = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device
+    )
+    self.pending = pending
+    self._steps = steps
+    self._value = None
+    return self
+
+
+def _wrap_contiguous(
+    cls: type[PendingLocal],
+    pending: Pending,
+    shape: torch.Size | tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PendingLocal:
+    stride = torch._prims_common.make_contiguous_strides_for(tuple(shape))
+    return _wrap(cls, pending, shape, stride, 0, dtype, device)
+
+
+class _Wait(torch.autograd.Function):
+    """Identity from a pending tensor to its finished value."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: PendingLocal) -> torch.Tensor:  # type: ignore[override]
+        # Detached rather than viewed: the output may then be written to in place.
+        return pending.materialize().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+def _alias(value: torch.Tensor) -> torch.Tensor:
+    return aten.alias.default(value)
+
+
+def _replay(value: torch.Tensor, steps: tuple[ViewStep, ...]) -> torch.Tensor:
+    for step in steps:
+        value = step(value)
+    return value
+
+
+def _metadata_twin(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _from_metadata(
+    func: torch._ops.OpOverload,
+    tensor: PendingLocal,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    if kwargs.get("device") is None:
+        kwargs = {**kwargs, "device": tensor.device}
+    return func(_metadata_twin(tensor), *args, **kwargs)
+
+
+def _pending_view(
+    func: torch._ops.OpOverload,
+    tensor: PendingLocal,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A view that stays pending: its steps are replayed on the value once that is there."""
+    if func in (aten.detach.default, aten.alias.default):
+        return tensor.alias()
+    shapes = func(_metadata_twin(tensor), *args, **kwargs)
+
+    def wrap(like: torch.Tensor, step: ViewStep) -> PendingLocal:
+        return _wrap(
+            PendingLocal,
+            tensor.pending,
+            like.size(),
+            like.stride(),
+            like.storage_offset(),
+            tensor.dtype,
+            tensor.device,
+            (*tensor._steps, step),
+        )
+
+    if isinstance(shapes, torch.Tensor):
+        return wrap(shapes, lambda value: func(value, *args, **kwargs))
+    return type(shapes)(
+        wrap(like, lambda value, i=i: func(value, *args, **kwargs)[i])  # type: ignore[misc]
+        for i, like in enumerate(shapes)
+    )
+
+
+def _read(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs ``func`` on finished values."""
+    if not _is_mutable(func):
+        finish = functools.partial(PendingLocal.materialize, consumer=func)
+        return func(
+            *tree_map_only(PendingLocal, finish, args),
+            **tree_map_only(PendingLocal, finish, kwargs),
+        )
+
+    # A result that is one of the written-to values is handed back as the pending tensor it is in,
+    # so that ``x.add_(1) is x``, and everybody who holds that tensor sees the change.
+    owners: dict[int, PendingLocal] = {}
+    changes_metadata = torch.Tag.inplace_view in func.tags
+
+    def finish_for_write(tensor: PendingLocal) -> torch.Tensor:
+        value = tensor.materialize(func)
+        if changes_metadata:
+            # Other views share this tensor object; only ours may change its shape.
+            value = tensor._value = aten.alias.default(value)
+        owners[id(value)] = tensor
+        return value
+
+    result = func(
+        *tree_map_only(PendingLocal, finish_for_write, args),
+        **tree_map_only(PendingLocal, finish_for_write, kwargs),
+    )
+    if changes_metadata:
+        with no_dispatch():
+            func(*args, **kwargs)
+    return tree_map_only(torch.Tensor, lambda out: owners.get(id(out), out), result)
+
+
+def materialized(tensor: torch.Tensor, consumer: object = "a read") -> torch.Tensor:
+    """``tensor`` itself, or the finished value if it is pending."""
+    return tensor.materialize(consumer) if isinstance(tensor, PendingLocal) else tensor

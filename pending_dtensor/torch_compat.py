@@ -1,0 +1,119 @@
+"""Every private torch name this package uses, in one file, as read in torch 2.13.
+
+Anything imported from here may move with a torch release; nothing else in the package may.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,
+    _are_we_tracing,
+    _resolve_group,
+)
+from torch.distributed.tensor._collective_utils import check_tensor_meta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OutputSharding
+from torch.distributed.tensor._redistribute import (
+    _FlattenedTransformInfo,
+    _gen_transform_infos,
+    _optimize_transform_infos,
+    _TransformInfo,
+)
+from torch.distributed.tensor._utils import (
+    assert_no_mixed_partial_types,
+    compute_global_tensor_info,
+)
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+from torch.utils._mode_utils import no_dispatch
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "DTensorSpec",
+    "OutputSharding",
+    "TensorMeta",
+    "TransformInfo",
+    "assert_no_mixed_partial_types",
+    "check_tensor_meta",
+    "compute_global_tensor_info",
+    "group_is_alive",
+    "in_backward_without_grad",
+    "is_mask_partial",
+    "is_strided_shard",
+    "is_tracing",
+    "mesh_axis_group",
+    "no_dispatch",
+    "plan_redistribution",
+    "reserve_sequence_nr",
+    "transform_avg_scale",
+    "transform_mesh",
+    "work_registry_size",
+]
+
+TransformInfo = _TransformInfo
+
+is_tracing = _are_we_tracing
+
+
+def is_mask_partial(placement: object) -> bool:
+    """Whether ``placement`` is the masked partial of a row-sharded embedding."""
+    return isinstance(placement, _MaskPartial)
+
+
+def is_strided_shard(placement: object) -> bool:
+    """Whether ``placement`` is torch's right-to-left sharding, made by flattening a sharded dim."""
+    return isinstance(placement, _StridedShard)
+
+
+def mesh_axis_group(mesh: torch.distributed.DeviceMesh, axis: int) -> str:
+    """Name of the process group of one mesh axis."""
+    group = _resolve_group((mesh, axis))
+    return group if isinstance(group, str) else group.group_name
+
+
+def group_is_alive(group_name: str) -> bool:
+    """Whether the process group registered under ``group_name`` still exists."""
+    try:
+        torch._C._distributed_c10d._resolve_process_group(group_name)
+    except (RuntimeError, ValueError):
+        return False
+    return torch.distributed.is_initialized()
+
+
+def plan_redistribution(source: DTensorSpec, target: DTensorSpec) -> list[TransformInfo]:
+    """The hops, one mesh axis each, by which torch goes from ``source`` to ``target``.
+
+    Torch merges hops of one kind into one over a flattened mesh where that mesh already exists.
+    """
+    hops = _gen_transform_infos(source, target, None)
+    return _optimize_transform_infos(hops, source.mesh, source.placements, target.placements)
+
+
+def transform_mesh(
+    hop: TransformInfo, mesh: torch.distributed.DeviceMesh
+) -> torch.distributed.DeviceMesh:
+    """The mesh that a hop's ``mesh_dim`` counts in: a flattened one if hops were merged."""
+    return hop.mesh if isinstance(hop, _FlattenedTransformInfo) else mesh
+
+
+def transform_avg_scale(hop: TransformInfo) -> int | None:
+    """Divisor owed after a merged sum and avg reduction, or None."""
+    return hop.avg_scale if isinstance(hop, _FlattenedTransformInfo) else None
+
+
+def in_backward_without_grad() -> bool:
+    """Whether the autograd engine is running and records no graph (not a checkpoint's recompute)."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+
+
+def reserve_sequence_nr() -> None:
+    """Uses up one autograd sequence number, leaving a free place in the order of backward.
+
+    The constructor of any autograd node takes the thread's next number.
+    """
+    torch._C._functions.UndefinedGrad()
+
+
+def work_registry_size() -> int:
+    """Number of collectives launched through functional collectives and not waited for yet."""
+    return torch._C._distributed_c10d._get_work_registry_size()
