@@ -1,4 +1,4 @@
-"""`parallelize_module`: torch's, plus what it gets wrong: ties between modules and src_data_rank."""
+"""`parallelize_module`: torch's, and what it gets wrong: ties of parameters, src_data_rank."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def parallelize_module(
         return torch_parallel.parallelize_module(
             module, device_mesh, parallelize_plan, src_data_rank=src_data_rank
         )
-    plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
+    plan = (
+        {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
+    )
     planned: list[_Planned] = []
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):

@@ -330,7 +330,9 @@ def check_applicable(style: ParallelStyle, module: nn.Module, path: str = "") ->
     """
     name = type(style).__name__
     at = f"module {path!r}" if path else "the module"
-    layer_style = isinstance(style, (torch_parallel.ColwiseParallel, torch_parallel.RowwiseParallel))
+    layer_style = isinstance(
+        style, (torch_parallel.ColwiseParallel, torch_parallel.RowwiseParallel)
+    )
     if layer_style and not isinstance(module, (nn.Linear, nn.Embedding)):
         raise NotImplementedError(
             f"Expected an nn.Linear or nn.Embedding, got {type(module).__name__} ({name} on {at}). "
@@ -407,7 +409,7 @@ def _attach(
 
 
 def _replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Replicates what the style left alone, as `distribute_module` would, but from src_data_rank."""
+    """Replicates what the style left alone, as `distribute_module` does, from src_data_rank."""
     placements = [Replicate()] * mesh.ndim
     for name, parameter in module._parameters.items():
         if parameter is not None and not isinstance(parameter, DTensor):

@@ -37,7 +37,7 @@ def mesh_axis(mesh: DeviceMesh, axis: int) -> Axis:
 
 
 def chunk_sizes(size: int, ranks: int) -> list[int]:
-    """How torch's ``Shard`` splits ``size`` elements: ceil(size / ranks) each until they run out."""
+    """How torch's ``Shard`` splits ``size``: ceil(size / ranks) each until they run out."""
     full = -(-size // ranks)
     return [max(0, min(full, size - full * rank)) for rank in range(ranks)]
 
@@ -127,9 +127,7 @@ def reduce_scatter(
         message_elements=summand.numel(),
         group=axis.group,
     )
-    buffer = _start(
-        _functional.reduce_scatter_tensor, summand, reduce_op, axis.size, axis.group
-    )
+    buffer = _start(_functional.reduce_scatter_tensor, summand, reduce_op, axis.size, axis.group)
     if sizes[axis.rank] == full:
         finish = None
     else:
@@ -178,7 +176,7 @@ def all_to_all(
 ) -> PendingLocal:
     """Starts moving the sharding from ``gather_dim`` to ``scatter_dim``.
 
-    Equal to gathering along ``gather_dim``, then keeping ``split(scatter_sizes, scatter_dim)[rank]``.
+    Equal to gathering along ``gather_dim``, then ``split(scatter_sizes, scatter_dim)[rank]``.
 
     Args:
         local: this rank's part along ``gather_dim``, whole along ``scatter_dim``.

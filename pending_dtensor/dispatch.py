@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -29,8 +29,13 @@ from pending_dtensor.torch_compat import (
 aten = torch.ops.aten
 
 _MAX_REMEMBERED = 8192
-_fallback_depth = 0
-_fallback_warned: set[Any] = set()
+
+
+class _Fallback:
+    """Whether `full_gather_fallback` is on, and which ops have been warned about."""
+
+    depth = 0
+    warned: ClassVar[set[Any]] = set()
 
 
 @contextmanager
@@ -44,12 +49,11 @@ def full_gather_fallback() -> Iterator[None]:
 
     Outside the block such an op raises ``NotImplementedError``, as torch does.
     """
-    global _fallback_depth
-    _fallback_depth += 1
+    _Fallback.depth += 1
     try:
         yield
     finally:
-        _fallback_depth -= 1
+        _Fallback.depth -= 1
 
 
 class _Remembered(NamedTuple):
@@ -132,9 +136,7 @@ class OpDispatcher:
             return result if spec is None else self._wrap(result, spec)
         if isinstance(result, (list, tuple)):
             specs = spec if isinstance(spec, (list, tuple)) else [spec] * len(result)
-            return type(result)(
-                self._wrap_result(r, s) for r, s in zip(result, specs, strict=True)
-            )
+            return type(result)(self._wrap_result(r, s) for r, s in zip(result, specs, strict=True))
         return result
 
     def _remember(
@@ -189,7 +191,7 @@ class OpDispatcher:
         try:
             result = op(*torch_args, **torch_kwargs)
         except NotImplementedError:
-            if not _fallback_depth or op._schema.is_mutable:
+            if not _Fallback.depth or op._schema.is_mutable:
                 raise
             return self._gathered(op, torch_args, torch_kwargs)
 
@@ -215,8 +217,8 @@ class OpDispatcher:
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs an op without a sharding rule on gathered arguments."""
-        if op not in _fallback_warned:
-            _fallback_warned.add(op)
+        if op not in _Fallback.warned:
+            _Fallback.warned.add(op)
             warnings.warn(
                 f"{op} has no DTensor sharding rule: full_gather_fallback() gathers its arguments "
                 f"on every rank and runs it replicated.",

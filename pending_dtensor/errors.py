@@ -10,11 +10,11 @@ class DeferredReadError(RuntimeError):
 
 
 class InFlightInputModifiedError(RuntimeError):
-    """The input of a collective was modified in place while the collective was in flight."""
+    """The input of a collective was modified in place while it was in flight."""
 
 
 class ForkedPendingError(RuntimeError):
-    """A value pending in the parent process was read in a forked child, which cannot wait for it."""
+    """A value launched before a fork was read in the child, which cannot wait for it."""
 
 
 class ProcessGroupGoneError(RuntimeError):

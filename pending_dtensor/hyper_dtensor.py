@@ -53,12 +53,12 @@ class HyperDTensor(DTensor):
         return dispatcher.call_function(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatcher.dispatch(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return (
             f"HyperDTensor(local_tensor={self._local_tensor!r}, device_mesh={self._spec.mesh}, "
             f"placements={self._spec.placements})"
@@ -72,7 +72,7 @@ class HyperDTensor(DTensor):
         return plain.__reduce_ex__(protocol)
 
     @staticmethod
-    def from_local(  # type: ignore[override]
+    def from_local(
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
@@ -116,9 +116,7 @@ class HyperDTensor(DTensor):
             grad_placements=grad_placements,
         )
 
-    def to_local(  # type: ignore[override]
-        self, *, grad_placements: Sequence[Placement] | None = None
-    ) -> torch.Tensor:
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's local tensor, as it is: a `PendingLocal` stays pending.
 
         Args:
@@ -129,7 +127,7 @@ class HyperDTensor(DTensor):
             return super().to_local(grad_placements=grad_placements)
         return _to_local(self, grad_placements, owned=False)
 
-    def redistribute(  # type: ignore[override]
+    def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
@@ -156,7 +154,7 @@ class HyperDTensor(DTensor):
         """
         targets = checked_placements(placements, self._spec, device_mesh)
         if is_tracing():
-            return super().redistribute(  # type: ignore[return-value]
+            return super().redistribute(
                 placements=targets,
                 async_op=async_op,
                 forward_dtype=forward_dtype,
@@ -165,9 +163,7 @@ class HyperDTensor(DTensor):
         dtype = forward_dtype or self.dtype
         return _redistribute(self, _Move(targets, async_op, dtype, dtype, backward_dtype))
 
-    def full_tensor(  # type: ignore[override]
-        self, *, grad_placements: Sequence[Placement] | None = None
-    ) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank, finished.
 
         Args:
@@ -178,7 +174,7 @@ class HyperDTensor(DTensor):
 
 
 def _wrap(local: torch.Tensor, spec: DTensorSpec) -> HyperDTensor:
-    return HyperDTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return HyperDTensor(local, spec, requires_grad=False)
 
 
 dispatcher.set_wrapper(_wrap)
@@ -203,9 +199,7 @@ def distribute_tensor(
     plain = torch_dtensor.distribute_tensor(
         tensor, device_mesh, placements, src_data_rank=src_data_rank
     )
-    return HyperDTensor(  # type: ignore[call-arg]
-        plain._local_tensor, plain._spec, requires_grad=tensor.requires_grad
-    )
+    return HyperDTensor(plain._local_tensor, plain._spec, requires_grad=tensor.requires_grad)
 
 
 def local_to_hyper(
@@ -222,8 +216,8 @@ def local_to_hyper(
     """`HyperDTensor.from_local`; ``async_backward`` leaves the gradient's reduction in flight."""
     if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
         raise TypeError(
-            f"Expected a local torch.Tensor, got {type(local).__name__} (from_local). Use to_local() "
-            f"or full_tensor() to leave a DTensor first."
+            f"Expected a local torch.Tensor, got {type(local).__name__} (from_local). "
+            f"Use to_local() or full_tensor() to leave a DTensor first."
         )
     mesh = mesh or torch_dtensor.device_mesh._mesh_resources.get_current_mesh()
     if placements is None:
@@ -305,7 +299,7 @@ class _FromLocal(torch.autograd.Function):
     """(local, spec, async_backward, grad_placements) -> HyperDTensor."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         local: torch.Tensor,
         spec: DTensorSpec,
@@ -321,7 +315,7 @@ class _FromLocal(torch.autograd.Function):
         return _wrap(local.detach(), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
         if grad is None:
             return None, None, None, None
         target = ctx.grad_placements or whole_placements(ctx.spec.placements)
@@ -341,7 +335,7 @@ class _ToLocal(torch.autograd.Function):
     """(HyperDTensor, grad_placements, owned) -> local tensor."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, tensor: DTensor, grad_placements: tuple[Placement, ...] | None, owned: bool
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
@@ -353,7 +347,7 @@ class _ToLocal(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:
         if grad is None:
             return None, None, None
         spec = ctx.spec
@@ -370,11 +364,11 @@ class _AsHyper(torch.autograd.Function):
     """DTensor -> HyperDTensor of the same local tensor."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> HyperDTensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: DTensor) -> HyperDTensor:
         return _wrap(tensor._local_tensor, tensor._spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> DTensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> DTensor:
         return grad
 
 
@@ -400,7 +394,7 @@ class _Redistribute(torch.autograd.Function):
     """(DTensor, move) -> HyperDTensor; backward is the way back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, move: _Move) -> HyperDTensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: DTensor, move: _Move) -> HyperDTensor:
         ctx.set_materialize_grads(False)
         ctx.source = tensor._spec
         ctx.async_op = move.async_op
@@ -412,7 +406,7 @@ class _Redistribute(torch.autograd.Function):
         return _wrap(cast_local(local, move.out_dtype), with_dtype(target, move.out_dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
         if grad is None:
             return None, None
         source = ctx.source
@@ -435,16 +429,14 @@ def _redistribute(tensor: DTensor, move: _Move) -> HyperDTensor:
     return _Redistribute.apply(tensor, move)
 
 
-def _moved_local(
-    grad: DTensor, placements: tuple[Placement, ...], async_op: bool
-) -> torch.Tensor:
+def _moved_local(grad: DTensor, placements: tuple[Placement, ...], async_op: bool) -> torch.Tensor:
     source = grad._spec
     target = with_placements(source, placements)
     return redistribute_local(grad._local_tensor, source, target, async_op=async_op)
 
 
 def _mean_weight(spec: DTensorSpec) -> float:
-    """d(global) / d(local) of a tensor made from local parts: 1 / R for each axis of Partial avg."""
+    """d(global) / d(local) of a tensor of local parts: 1 / R for each axis of Partial("avg")."""
     weight = 1.0
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Partial) and placement.reduce_op == "avg":

@@ -60,7 +60,7 @@ class LinearPlan(NamedTuple):
 
 
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    """out = input @ weight.T + bias, as `torch.nn.functional.linear`.
+    """As `torch.nn.functional.linear`: out = input @ weight.T + bias.
 
     Shapes: input (*, K), weight (N, K), bias (N,), out (*, N). Along each mesh axis:
 
@@ -104,9 +104,7 @@ def _autocast(tensor: Any, dtype: torch.dtype) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(
-    input: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None
-) -> LinearPlan | None:
+def _plan(input: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) -> LinearPlan | None:
     """The plan for three specs, or None if local matmuls alone would not do."""
     features = len(input.shape) - 1
     if features < 1 or len(weight.shape) != 2 or input.mesh != weight.mesh:
@@ -168,14 +166,12 @@ class _FinishGradients(torch.autograd.Function):
     """Identity on parameters; backward runs their deferred gradients. Only its time matters."""
 
     @staticmethod
-    def forward(ctx: Any, *parameters: DTensor) -> tuple[DTensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(
-            DTensor(p._local_tensor, p._spec, requires_grad=False) for p in parameters
-        )
+        return tuple(DTensor(p._local_tensor, p._spec, requires_grad=False) for p in parameters)
 
     @staticmethod
-    def backward(ctx: Any, *grads: DTensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: DTensor | None) -> tuple[Any, ...]:
         return tuple(_finished(grad) for grad in grads)
 
 
@@ -195,11 +191,10 @@ def _finished_late(
     trainable = [p for p in (weight, bias) if p is not None and p.requires_grad]
     if number is None or not trainable:
         return weight, bias
-    late = iter(_FinishGradients.apply(*trainable))
-    weight_ = next(late) if weight.requires_grad else weight
-    bias_ = next(late) if bias is not None and bias.requires_grad else bias
-    node = weight_.grad_fn if weight.requires_grad else bias_.grad_fn  # type: ignore[union-attr]
-    node._set_sequence_nr(number)  # type: ignore[union-attr]
+    late = _FinishGradients.apply(*trainable)
+    late[0].grad_fn._set_sequence_nr(number)
+    weight_ = late[0] if weight.requires_grad else weight
+    bias_ = late[-1] if bias is not None and bias.requires_grad else bias
     return weight_, bias_
 
 
@@ -226,7 +221,7 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         input: HyperDTensor,
         weight: DTensor,
@@ -252,7 +247,7 @@ class _Linear(torch.autograd.Function):
         return _wrap(out, plan.out)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * 5
         input, weight = ctx.saved_tensors

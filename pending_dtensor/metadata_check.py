@@ -38,9 +38,9 @@ def check_local_metadata(
     if any(other != compared for _, other in found):
         listing = ", ".join(f"rank {rank}: {other}" for rank, other in sorted(found))
         raise ValueError(
-            f"Expected the same shape, stride and dtype on every rank, got {listing} (from_local "
-            f"with run_check=True, placements {spec.placements}). For uneven shards pass the global "
-            f"shape and stride."
+            f"Expected the same shape, stride and dtype on every rank, got {listing} "
+            f"(from_local with run_check=True, placements {spec.placements}). For uneven shards "
+            f"pass the global shape and stride."
         )
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate):

@@ -1,4 +1,4 @@
-"""`Pending`: the life of one value that is not there yet, shared by all its views.
+r"""`Pending`: the life of one value that is not there yet, shared by all its views.
 
     deferred --start / fuse--> in flight --wait--> ready
         \\------ compute / complete -----------------/
@@ -10,6 +10,7 @@ is filling, and a finish (unpad, re-concatenate, scale, cast) that runs once, af
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import weakref
@@ -169,114 +170,6 @@ class Pending:
         """The recipe of a deferred value, else None."""
         return self._recipe
 
-    def start(self) -> Launch | torch.Tensor:
-        """Launches a collective recipe unfused; a tensor where nothing needs to be sent."""
-        ...
-
-
-class Readable(Protocol):
-    """Another pending tensor, as far as a value that comes after it needs to know."""
-
-    def materialize(self, consumer: object = ...) -> torch.Tensor:
-        """The finished value."""
-        ...
-
-
-class Pending:
-    """One value that is deferred, in flight or ready.
-
-    Fields: ``kind`` names the producer; ``_recipe`` is set while deferred; while in flight
-    ``_buffer`` (of our own launch, with ``_source`` and ``_source_version``) or ``_parent`` (of
-    another's), and ``_finish``; ``_value`` when ready; ``_error`` once a wait has failed, and then
-    every read raises it again.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_buffer",
-        "_error",
-        "_event",
-        "_finish",
-        "_lock",
-        "_parent",
-        "_recipe",
-        "_source",
-        "_source_version",
-        "_value",
-        "group",
-        "kind",
-        "state",
-    )
-
-    def __init__(self, kind: str, group: str = "") -> None:
-        self.kind = kind
-        self.group = group
-        self.state = PendingState.READY
-        self._recipe: Recipe | None = None
-        self._parent: Readable | None = None
-        self._buffer: torch.Tensor | None = None
-        self._finish: Finish | None = None
-        self._source: torch.Tensor | None = None
-        self._source_version = 0
-        self._value: torch.Tensor | None = None
-        self._error: BaseException | None = None
-        self._event: OverlapEvent | None = None
-        self._lock = threading.RLock()
-
-    @classmethod
-    def deferred(cls, recipe: Recipe, group: str = "") -> Pending:
-        """A value that is only a recipe so far."""
-        self = cls(recipe.kind, group)
-        self.state = PendingState.DEFERRED
-        self._recipe = recipe
-        return self
-
-    @classmethod
-    def in_flight(cls, launch: Launch) -> Pending:
-        """A value that a launched collective is writing."""
-        self = cls(launch.kind, launch.group)
-        self._take_off(launch)
-        return self
-
-    def _take_off(self, launch: Launch) -> None:
-        self.state = PendingState.IN_FLIGHT
-        self._recipe = None
-        self._buffer = launch.buffer
-        self._finish = launch.finish
-        self._event = launch.event
-        if launch.source is not None and not launch.source.is_inference():
-            self._source = launch.source
-            self._source_version = launch.source._version
-        _in_flight.add(self)
-
-    @classmethod
-    def after(cls, parent: Readable, kind: str, group: str, step: Finish) -> Pending:
-        """What ``step`` makes of another value in flight, once somebody reads it."""
-        self = cls(kind, group)
-        self.state = PendingState.IN_FLIGHT
-        self._parent = parent
-        self._finish = step
-        return self
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The recipe of a deferred value, else None."""
-        return self._recipe
-
-    def then(self, step: Finish) -> Pending:
-        """The same launch with one more step after its finish.
-
-        Takes over from ``self``, which must be read by nobody else afterwards.
-
-        Raises:
-            RuntimeError: the value is not in flight.
-        """
-        if self.state is not PendingState.IN_FLIGHT:
-            raise RuntimeError(f"Expected a value in flight, got one {self.state} (Pending.then).")
-        finish = self._finish
-        self._finish = step if finish is None else lambda buffer: step(finish(buffer))
-        return self
-
     def start(self) -> None:
         """Launches a deferred collective as it is, unfused. Every rank of its group must do so."""
         with self._lock:
@@ -370,10 +263,9 @@ class Pending:
             return
         self._buffer = self._finish = self._source = None
         self._error = RuntimeError(f"this {self.kind} was released unread")
-        try:
+        # A failed collective that nobody reads has no one to report to.
+        with contextlib.suppress(Exception):
             torch.ops._c10d_functional.wait_tensor(buffer)
-        except Exception:  # noqa: S110 - a failed collective nobody reads has no one to report to
-            pass
 
     def __del__(self) -> None:
         self.release()
@@ -383,7 +275,7 @@ _in_flight: weakref.WeakSet[Pending] = weakref.WeakSet()
 
 
 def release_all() -> None:
-    """Waits for everything in flight in this process. Run at exit, before torch counts leftovers."""
+    """Waits for everything in flight here. Runs at exit, before torch counts leftovers."""
     for pending in list(_in_flight):
         pending.release()
 

@@ -1,4 +1,4 @@
-"""`PendingLocal`: the tensor that stands where a DTensor keeps its local tensor until it is there."""
+"""`PendingLocal`: stands where a DTensor keeps its local tensor until that is there."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class PendingLocal(AsyncCollectiveTensor):
     __slots__ = ("_steps", "_value", "pending")
 
     @staticmethod
-    def __new__(  # type: ignore[misc]
+    def __new__(
         cls: type[PendingLocal],
         pending: Pending,
         like: torch.Tensor,
@@ -165,13 +165,13 @@ class PendingLocal(AsyncCollectiveTensor):
         return self.pending.recipe
 
     @property
-    def completed(self) -> bool:  # type: ignore[override]
-        """Whether a read would not wait. (The name that torch's class gives it.)"""
+    def completed(self) -> bool:
+        """Whether a read would not wait; torch's class calls it so."""
         return self.pending.state is PendingState.READY
 
     @property
-    def elem(self) -> torch.Tensor:  # type: ignore[override]
-        """The finished plain tensor. (The name by which torch unwraps its own class.)"""
+    def elem(self) -> torch.Tensor:
+        """The finished plain tensor, by the name that torch unwraps its own class with."""
         return self.materialize()
 
     def start(self) -> None:
@@ -270,7 +270,7 @@ class PendingLocal(AsyncCollectiveTensor):
         memo[id(self)] = copy
         return copy
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         # Metadata only: a repr that waited would change the state, and one rank printing a
         # deferred collective would launch it alone.
         group = f", group={self.pending.group!r}" if self.pending.group else ""
@@ -286,7 +286,7 @@ class PendingLocal(AsyncCollectiveTensor):
         return ["elem"], None
 
     @staticmethod
-    def __tensor_unflatten__(  # type: ignore[override]
+    def __tensor_unflatten__(
         inner_tensors: dict[str, torch.Tensor], meta: None, outer_size: Any, outer_stride: Any
     ) -> PendingLocal:
         return PendingLocal.ready(inner_tensors["elem"])
@@ -294,7 +294,7 @@ class PendingLocal(AsyncCollectiveTensor):
     # -- the dispatcher ----------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         cls,
         func: torch._ops.OpOverload,
         types: Any,
@@ -332,7 +332,7 @@ def _wrap(
     device: torch.device,
     steps: tuple[ViewStep, ...] = (),
 ) -> PendingLocal:
-    self: PendingLocal = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    self: PendingLocal = torch.Tensor._make_wrapper_subclass(
         cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device
     )
     self.pending = pending
@@ -356,12 +356,12 @@ class _Wait(torch.autograd.Function):
     """Identity from a pending tensor to its finished value."""
 
     @staticmethod
-    def forward(ctx: Any, pending: PendingLocal) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, pending: PendingLocal) -> torch.Tensor:
         # Detached rather than viewed: the output may then be written to in place.
         return pending.materialize().detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
@@ -415,10 +415,11 @@ def _pending_view(
 
     if isinstance(shapes, torch.Tensor):
         return wrap(shapes, lambda value: func(value, *args, **kwargs))
-    return type(shapes)(
-        wrap(like, lambda value, i=i: func(value, *args, **kwargs)[i])  # type: ignore[misc]
-        for i, like in enumerate(shapes)
-    )
+
+    def part(i: int) -> ViewStep:
+        return lambda value: func(value, *args, **kwargs)[i]
+
+    return type(shapes)(wrap(like, part(i)) for i, like in enumerate(shapes))
 
 
 def _read(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -199,7 +199,9 @@ def _after(
 
 def cast_local(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``local.to(dtype)``; of a value in flight, at the read."""
-    return local if local.dtype == dtype else _after(local, lambda v: v.to(dtype), local.shape, dtype)
+    return (
+        local if local.dtype == dtype else _after(local, lambda v: v.to(dtype), local.shape, dtype)
+    )
 
 
 def _strided_hop(local: torch.Tensor, hop: TransformInfo, mesh: DeviceMesh) -> torch.Tensor:

@@ -5,6 +5,8 @@ Anything imported from here may move with a torch release; nothing else in the p
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor,
@@ -50,7 +52,7 @@ __all__ = [
     "work_registry_size",
 ]
 
-TransformInfo = _TransformInfo
+TransformInfo: TypeAlias = _TransformInfo
 
 is_tracing = _are_we_tracing
 
@@ -102,7 +104,7 @@ def transform_avg_scale(hop: TransformInfo) -> int | None:
 
 
 def in_backward_without_grad() -> bool:
-    """Whether the autograd engine is running and records no graph (not a checkpoint's recompute)."""
+    """Whether the autograd engine runs and records no graph, as a checkpoint's recompute does."""
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
