@@ -36,12 +36,11 @@ fuzz: $(STAMP)
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
-# The stamp is touched last, so an interrupted installation starts over. --clear also replaces a
-# .venv left by another Python.
+# The stamp is touched last, so an interrupted installation starts over.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
 	    "Expected Python 3.10 or newer, got " + sys.version.split()[0] + \
 	    " ($(PYTHON)). Name another one: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[test]'
 	@touch $@

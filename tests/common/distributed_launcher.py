@@ -12,34 +12,40 @@
 Each world size has one pool of rank processes, joined in one gloo group over a FileStore (no port).
 A task names its function by module and qualified name; every rank imports the module, runs the
 function and sends back an outcome. After a failure of any kind the pool is replaced: ranks that
-raised while others sit in a collective cannot be brought back into step.
+raised while others sit in a collective cannot be brought back into step. Replacing is cheap, since
+ranks are forked from a server process that has imported torch, and has never run any of it.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import importlib
 import inspect
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from unittest import mock
 
 import pytest
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
 
-# Taken out of the environment, so that what a rank starts is not taken for a rank.
+# True in the server that ranks are forked from, and so in the ranks. Taken out of the environment:
+# what a rank starts is no rank.
 IN_RANK_PROCESS = os.environ.pop("PENDING_DTENSOR_RANK_PROCESS", "") == "1"
 
 TEST_TIMEOUT_S = 120.0
@@ -47,7 +53,7 @@ START_TIMEOUT_S = 120.0
 COLLECTIVE_TIMEOUT_S = 60.0
 # How long the others may go on once one rank has failed: most likely they wait for it for ever.
 GRACE_AFTER_FAILURE_S = 5.0
-MAX_POOLS = 3
+MAX_POOLS = 4
 OUTPUT_TAIL_CHARS = 6000
 
 
@@ -81,6 +87,7 @@ class RankConfig:
     rank: int
     world_size: int
     store_path: str
+    output_path: str
     stacks_path: str
     collective_timeout_s: float
     warning_filters: tuple[str, ...]
@@ -162,7 +169,7 @@ class RankPool:
     ) -> None:
         self.world_size = world_size
         self._dir = Path(tempfile.mkdtemp(prefix="rank_pool_"))
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[Connection] = []
         self._output_read: list[int] = [0] * world_size
         self.closed = False
@@ -178,50 +185,32 @@ class RankPool:
             raise RankFailure("start of the rank processes", outcomes)
 
     def _start(self, rank: int, collective_timeout_s: float) -> None:
-        ours, theirs = Pipe()
-        # A rank finds the modules that the parent finds, wherever pytest put them.
-        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        environment = {
-            **os.environ,
-            "PENDING_DTENSOR_RANK_PROCESS": "1",
-            "PYTHONPATH": search_path,
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        if sys.platform == "linux":
-            # Without it gloo looks the host's name up, which fails where there is no network.
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        with theirs, open(self._output_path(rank), "wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.common.rank_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is the parent's to handle
-            )
-        self._processes.append(process)
-        self._connections.append(ours)
         config = RankConfig(
             rank=rank,
             world_size=self.world_size,
             store_path=str(self._dir / "store"),
+            output_path=str(self._output_path(rank)),
             stacks_path=str(self._stacks_path(rank)),
             collective_timeout_s=collective_timeout_s,
             warning_filters=_settings.warning_filters,
         )
-        ours.send_bytes(pickle.dumps(config))
+        context = _fork_server()
+        ours, theirs = context.Pipe()
+        with theirs:
+            process = context.Process(target=_be_a_rank, args=(theirs, config))
+            process.start()
+        self._processes.append(process)
+        self._connections.append(ours)
 
     @property
     def alive(self) -> bool:
         """Whether the pool can take another task."""
-        return not self.closed and all(process.poll() is None for process in self._processes)
+        return not self.closed and all(process.is_alive() for process in self._processes)
 
     @property
     def pids(self) -> list[int]:
         """Process ids, by rank."""
-        return [process.pid for process in self._processes]
+        return [process.pid for process in self._processes if process.pid is not None]
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a module-level function in every rank and returns its results, by rank.
@@ -269,9 +258,11 @@ class RankPool:
         outcomes: dict[int, RankOutcome] = {}
         while len(outcomes) < self.world_size and time.monotonic() < deadline:
             missing = [rank for rank in range(self.world_size) if rank not in outcomes]
-            # The pause is only an upper bound: a rank's answer or its end wakes us.
-            pause_s = min(0.5, max(0.0, deadline - time.monotonic()))
-            wait([self._connections[rank] for rank in missing], pause_s)
+            wait(
+                [self._connections[rank] for rank in missing]
+                + [self._processes[rank].sentinel for rank in missing],
+                max(0.0, deadline - time.monotonic()),
+            )
             for rank in missing:
                 outcome = self._poll(rank)
                 if outcome is None:
@@ -291,18 +282,18 @@ class RankPool:
     def _poll(self, rank: int) -> RankOutcome | None:
         """What became of the task on ``rank``; None while it runs."""
         connection, process = self._connections[rank], self._processes[rank]
-        exited = process.poll() is not None  # asked first: its last message may still be there
+        ended = not process.is_alive()  # asked first: its last message may still be there
         try:
             if connection.poll():
                 outcome: RankOutcome = pickle.loads(connection.recv_bytes())
                 return outcome
         except (EOFError, ConnectionResetError):
-            exited = True
-        if not exited:
+            ended = True
+        if not ended:
             return None
-        try:
-            code = process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
+        process.join(timeout=5)
+        code = process.exitcode
+        if code is None:
             return RankOutcome("died", summary="(closed its pipe, but its process lives)")
         if code < 0:
             return RankOutcome("died", summary=f"(killed by {signal.Signals(-code).name})")
@@ -311,7 +302,7 @@ class RankPool:
     def _stacks(self, ranks: Sequence[int]) -> list[str]:
         """Python stacks of stuck ranks: faulthandler writes them without needing the GIL."""
         for rank in ranks:
-            self._processes[rank].send_signal(signal.SIGUSR1)
+            os.kill(self.pids[rank], signal.SIGUSR1)
         return [self._stack(rank) for rank in ranks]
 
     def _stack(self, rank: int) -> str:
@@ -345,10 +336,7 @@ class RankPool:
                 connection.send_bytes(b"")
         deadline = time.monotonic() + 10
         for process in self._processes:
-            try:
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                break
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
@@ -359,10 +347,38 @@ class RankPool:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.wait()
+            process.join()
         for connection in self._connections:
             connection.close()
         shutil.rmtree(self._dir, ignore_errors=True)
+
+
+def rank_environment() -> dict[str, str]:
+    """Environment of a process that is a rank: one thread, and the modules that we find."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    if sys.platform == "linux":
+        # Without it gloo looks the host's name up, which fails where there is no network.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+def _fork_server() -> multiprocessing.context.ForkServerContext:
+    """Starts the server if it does not run; ranks get its environment and its modules."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.tensor", "tests.common.rank_process"])
+    with mock.patch.dict(os.environ, rank_environment(), PENDING_DTENSOR_RANK_PROCESS="1"):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _be_a_rank(connection: Connection, config: RankConfig) -> None:
+    # By name: it imports this module.
+    importlib.import_module("tests.common.rank_process").serve(connection, config)
 
 
 @dataclass
@@ -393,6 +409,7 @@ def pool(world_size: int) -> RankPool:
     return kept
 
 
+@atexit.register
 def shut_down_pools() -> None:
     """Ends every kept rank process."""
     while _pools:
@@ -418,18 +435,19 @@ def on_ranks(
             _bodies[function.__module__, function.__qualname__] = function
             return function
 
-        @functools.wraps(function)
-        def in_every_rank(world_size: int, **kwargs: Any) -> None:
-            __tracebackhide__ = True
-            task = _task(function, (), kwargs, allow_unwaited)
-            pool(world_size).run_task(task, timeout_s)
+        body_signature = inspect.signature(function)
+        parameters = [p for name, p in body_signature.parameters.items() if name != "ctx"]
+        size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        signature = body_signature.replace(parameters=[size, *parameters])
 
-        signature = inspect.signature(function)
-        parameters = [p for name, p in signature.parameters.items() if name != "ctx"]
-        world_size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        in_every_rank.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[world_size, *parameters]
-        )
+        @functools.wraps(function)
+        def in_every_rank(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            values = signature.bind(*args, **kwargs).arguments
+            world_size = values.pop("world_size")
+            pool(world_size).run_task(_task(function, (), values, allow_unwaited), timeout_s)
+
+        in_every_rank.__signature__ = signature  # type: ignore[attr-defined]
         ids = [f"{size}ranks" for size in world_sizes]
         return pytest.mark.parametrize("world_size", world_sizes, ids=ids)(in_every_rank)
 

@@ -1,12 +1,10 @@
-"""The life of one rank process: start, join the group, run tasks until told to stop.
-
-Started by `RankPool` as ``python -m tests.common.rank_process FD``, FD being its end of a pipe.
-"""
+"""The life of one rank process: start, join the group, run tasks until told to stop."""
 
 from __future__ import annotations
 
 import ast
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.abc
@@ -44,10 +42,12 @@ from tests.common.distributed_launcher import (
 _unraisable: list[str] = []
 
 
-def main() -> None:
+def serve(connection: Connection, config: RankConfig) -> None:
     """Serves tasks; ends when told to, or at once when the parent is gone."""
-    connection = Connection(int(sys.argv[1]))
-    config: RankConfig = pickle.loads(connection.recv_bytes())
+    os.setsid()  # Ctrl-C is the parent's to handle
+    output = os.open(config.output_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, sys.stdout.fileno())
+    os.dup2(output, sys.stderr.fileno())
     faulthandler.enable()
     stacks = open(config.stacks_path, "w")  # noqa: SIM115 - open as long as the process lives
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
@@ -60,7 +60,9 @@ def main() -> None:
     context = RankContext(config.rank, config.world_size)
     _reply(connection, _guarded(lambda: _join_group(config)))
     while message := tasks.get():
-        _reply(connection, _guarded(lambda: _run(message, context, config)))
+        outcome = _guarded(functools.partial(_run, message, context, config))
+        sys.stdout.flush()
+        _reply(connection, outcome)
     _leave_group()
 
 
@@ -95,7 +97,6 @@ def _guarded(action: Callable[[], RankOutcome]) -> RankOutcome:
 def _join_group(config: RankConfig) -> RankOutcome:
     import torch
     import torch.distributed as dist
-    import torch.distributed.tensor
 
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -105,8 +106,6 @@ def _join_group(config: RankConfig) -> RankOutcome:
         world_size=config.world_size,
         timeout=timedelta(seconds=config.collective_timeout_s),
     )
-    gc.collect()
-    gc.freeze()  # torch's own objects stay: a collection after each test looks at the test's only
     return RankOutcome("returned")
 
 
@@ -126,7 +125,7 @@ def _run(message: bytes, context: RankContext, config: RankConfig) -> RankOutcom
     with warnings.catch_warnings():
         apply_warning_filters(config.warning_filters, ())
         task: Task = pickle.loads(message)
-        module = importlib.import_module(task.module)
+        module = _import(task.module)
         body = find_body(task)
         apply_warning_filters(_marked_filters(module, body), ())
         random.seed(0)
@@ -139,6 +138,16 @@ def _run(message: bytes, context: RankContext, config: RankConfig) -> RankOutcom
     return RankOutcome(
         "returned", value, reusable=unwaited == 0 and dist.group.WORLD is group is not None
     )
+
+
+def _import(name: str) -> types.ModuleType:
+    if name not in sys.modules:
+        importlib.import_module(name)
+        # What imports made lives for ever. Frozen, it costs nothing in the collection after each
+        # test, which takes a fifth of a second otherwise.
+        gc.collect()
+        gc.freeze()
+    return sys.modules[name]
 
 
 def _check_left_behind(task: Task) -> int:
@@ -223,7 +232,3 @@ class _RewritingLoader(importlib.machinery.SourceFileLoader):
 
 def _is_test_file(path: str) -> bool:
     return os.path.basename(path).startswith("test_")
-
-
-if __name__ == "__main__":
-    main()
