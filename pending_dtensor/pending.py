@@ -76,8 +76,8 @@ class Recipe(Protocol):
         """Runs a local recipe."""
         ...
 
-    def start(self) -> Launch | torch.Tensor:
-        """Launches a collective recipe unfused; a tensor where nothing needs to be sent."""
+    def start(self) -> Readable:
+        """Launches a collective recipe unfused."""
         ...
 
 
@@ -177,11 +177,12 @@ class Pending:
                 return
             recipe = self._recipe
             assert recipe is not None
-            result = recipe.compute() if recipe.is_local else recipe.start()
-            if isinstance(result, Launch):
-                self._take_off(result)
+            if recipe.is_local:
+                self.complete(recipe.compute())
             else:
-                self.complete(result)
+                self._parent = recipe.start()
+                self._recipe = None
+                self.state = PendingState.IN_FLIGHT
 
     def complete(self, value: torch.Tensor) -> None:
         """Makes a deferred value ready with what a fused kernel, or its recipe, produced."""
