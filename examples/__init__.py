@@ -1,0 +1,1 @@
+"""Examples; a package so that tests can import them as `examples.torch.llama3`."""

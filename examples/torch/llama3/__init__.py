@@ -1,0 +1,1 @@
+"""A small Llama-3 trained with tensor and sequence parallelism."""
