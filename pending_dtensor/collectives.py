@@ -90,6 +90,39 @@ def all_gather(local: torch.Tensor, dim: int, axis: Axis, sizes: Sequence[int]) 
     return PendingLocal.in_flight(launch, shape)
 
 
+class DeferredAllGather:
+    """Recipe of an `all_gather` that nothing has started, for a fused rule to take up.
+
+    Fields: ``part``, ``dim``, ``axis`` and ``sizes`` are the arguments of `all_gather`.
+    """
+
+    kind = "all_gather"
+    is_local = False
+
+    def __init__(self, part: torch.Tensor, dim: int, axis: Axis, sizes: Sequence[int]) -> None:
+        self.part = part
+        self.dim = dim
+        self.axis = axis
+        self.sizes = sizes
+
+    def compute(self) -> torch.Tensor:
+        """Never: no rank may gather alone."""
+        raise NotImplementedError("a collective is started on all ranks, not computed by one")
+
+    def start(self) -> PendingLocal:
+        """Starts the gather as it is, unfused."""
+        return all_gather(self.part, self.dim, self.axis, self.sizes)
+
+
+def defer_all_gather(
+    local: torch.Tensor, dim: int, axis: Axis, sizes: Sequence[int]
+) -> PendingLocal:
+    """As `all_gather`, but nothing is started: a fused rule will do it with its consumer."""
+    shape = _with_size(local.shape, dim, sum(sizes))
+    recipe = DeferredAllGather(local.detach(), dim, axis, sizes)
+    return PendingLocal.deferred(recipe, shape, local.dtype, local.device, group=axis.group)
+
+
 def reduce_scatter(
     local: torch.Tensor, dim: int, axis: Axis, sizes: Sequence[int], reduce_op: str
 ) -> PendingLocal:

@@ -236,6 +236,17 @@ def as_hyper(tensor: DTensor) -> HyperDTensor:
     return tensor if isinstance(tensor, HyperDTensor) else _AsHyper.apply(tensor)
 
 
+def redistribute_deferred(tensor: HyperDTensor, placements: Sequence[Placement]) -> HyperDTensor:
+    """Redistributes for a fused rule: a gather at the end is deferred, forward and backward.
+
+    A reduce-scatter of a deferred matmul runs by the rule (linear, reduce_scatter), if there is
+    one. Any other collective is launched asynchronously.
+    """
+    targets = checked_placements(placements, tensor._spec, None)
+    dtype = tensor.dtype
+    return _redistribute(tensor, _Move(targets, True, dtype, dtype, None, defer=True))
+
+
 def take_local(tensor: HyperDTensor) -> torch.Tensor:
     """`HyperDTensor.to_local` of a tensor that nobody else holds or has saved for backward.
 
@@ -381,6 +392,7 @@ class _Move(NamedTuple):
         op_dtype: dtype to communicate in.
         out_dtype: dtype to return.
         backward_dtype: dtype to communicate the gradient in; None for the input's.
+        defer: whether an all-gather at the end, forward or backward, is left to a fused rule.
     """
 
     placements: tuple[Placement, ...]
@@ -388,6 +400,7 @@ class _Move(NamedTuple):
     op_dtype: torch.dtype
     out_dtype: torch.dtype
     backward_dtype: torch.dtype | None
+    defer: bool = False
 
 
 class _Redistribute(torch.autograd.Function):
@@ -399,10 +412,11 @@ class _Redistribute(torch.autograd.Function):
         ctx.source = tensor._spec
         ctx.async_op = move.async_op
         ctx.backward_dtype = move.backward_dtype
+        ctx.defer = move.defer
         local = cast_local(tensor._local_tensor, move.op_dtype)
         source = with_dtype(tensor._spec, move.op_dtype)
         target = with_placements(source, move.placements)
-        local = redistribute_local(local, source, target, async_op=move.async_op)
+        local = redistribute_local(local, source, target, async_op=move.async_op, defer=move.defer)
         return _wrap(cast_local(local, move.out_dtype), with_dtype(target, move.out_dtype))
 
     @staticmethod
@@ -417,6 +431,7 @@ class _Redistribute(torch.autograd.Function):
             ctx.backward_dtype or dtype,
             dtype,
             ctx.backward_dtype,
+            ctx.defer,
         )
         return _redistribute(grad, move), None
 

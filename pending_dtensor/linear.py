@@ -33,7 +33,7 @@ from pending_dtensor.hyper_dtensor import (
     _wrap,
     dispatcher,
 )
-from pending_dtensor.pending import Launch, PendingState
+from pending_dtensor.pending import PendingState, Readable
 from pending_dtensor.pending_local import PendingLocal, materialized
 from pending_dtensor.redistribute import redistribute_local, with_placements
 from pending_dtensor.torch_compat import DTensorSpec, TensorMeta, is_tracing
@@ -90,7 +90,7 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
         rule = find_rule(local.kind, "linear")
         if rule is not None:
             return rule(input, weight, bias)
-    plan = _plan(input._spec, weight._spec, None if bias is None else bias._spec)
+    plan = plan_linear(input._spec, weight._spec, None if bias is None else bias._spec)
     if plan is None:
         return NotImplemented
     weight_, bias_ = _finished_late(input, weight, bias)
@@ -104,7 +104,9 @@ def _autocast(tensor: Any, dtype: torch.dtype) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(input: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) -> LinearPlan | None:
+def plan_linear(
+    input: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None
+) -> LinearPlan | None:
     """The plan for three specs, or None if local matmuls alone would not do."""
     features = len(input.shape) - 1
     if features < 1 or len(weight.shape) != 2 or input.mesh != weight.mesh:
@@ -158,8 +160,8 @@ class _DeferredGradient:
     def compute(self) -> torch.Tensor:
         return self._compute()
 
-    def start(self) -> Launch | torch.Tensor:
-        return self._compute()
+    def start(self) -> Readable:
+        raise NotImplementedError("a gradient is computed, not launched")
 
 
 class _FinishGradients(torch.autograd.Function):

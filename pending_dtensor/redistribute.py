@@ -88,7 +88,12 @@ def checked_placements(
 
 
 def redistribute_local(
-    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, *, async_op: bool
+    local: torch.Tensor,
+    source: DTensorSpec,
+    target: DTensorSpec,
+    *,
+    async_op: bool,
+    defer: bool = False,
 ) -> torch.Tensor:
     """Moves this rank's part of a tensor from one spec to another, below autograd.
 
@@ -97,14 +102,16 @@ def redistribute_local(
         source: spec of ``local``.
         target: spec wanted; same mesh.
         async_op: whether the last hop may still be in flight on return.
+        defer: whether the last hop, if it is an all-gather, is left to a fused rule.
 
     Returns:
         The local tensor under ``target``: a `PendingLocal` in flight if ``async_op`` and the last
         hop communicates (local steps after it are done at the read), else a plain tensor.
     """
     if source.mesh._is_current_rank_part_of_mesh():
-        for hop in _hops(source, target):
-            local = _run_hop(local, hop, source.mesh, target)
+        hops = _hops(source, target)
+        for hop in hops:
+            local = _run_hop(local, hop, source.mesh, target, defer and hop is hops[-1])
     return local if async_op else materialized(local, "redistribute with async_op=False")
 
 
@@ -117,7 +124,11 @@ def _hops(source: DTensorSpec, target: DTensorSpec) -> list[TransformInfo]:
 
 
 def _run_hop(
-    local: torch.Tensor, hop: TransformInfo, mesh: DeviceMesh, target_spec: DTensorSpec
+    local: torch.Tensor,
+    hop: TransformInfo,
+    mesh: DeviceMesh,
+    target_spec: DTensorSpec,
+    defer: bool,
 ) -> torch.Tensor:
     current, target = hop.src_dst_placements
     hop_mesh, mesh_dim = transform_mesh(hop, mesh), hop.mesh_dim
@@ -141,7 +152,8 @@ def _run_hop(
     if current.is_shard():
         gather_sizes = chunk_sizes(logical[current.dim], ranks)
         if target.is_replicate():
-            return collectives.all_gather(local, current.dim, axis, gather_sizes)
+            gather = collectives.defer_all_gather if defer else collectives.all_gather
+            return gather(local, current.dim, axis, gather_sizes)
         if target.is_shard():
             scatter_sizes = chunk_sizes(logical[target.dim], ranks)
             return collectives.all_to_all(
