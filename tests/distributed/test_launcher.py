@@ -377,28 +377,30 @@ def test_a_hung_test_cannot_pass(tmp_path: Path) -> None:
     assert "test_parent_has_no_torch PASSED" in run.stdout
 
 
-@pytest.mark.parametrize("body", ["draw", "raise_while_others_communicate", "loop_on_rank_0"])
-def test_no_process_outlives_a_killed_parent(body: str) -> None:
+def wait_and_loop(ctx: RankContext) -> None:
+    loop_on_rank_0(ctx)
+    dist.barrier()
+
+
+def test_no_process_outlives_a_killed_parent() -> None:
     script = textwrap.dedent(
-        f"""
+        """
         from tests.common.distributed_launcher import pool
-        from tests.distributed import test_launcher
-        print(*pool(2).pids, flush=True)
-        while True:
-            pool(2).run(test_launcher.{body})
+        from tests.distributed.test_launcher import wait_and_loop
+        print(*pool(1).pids, *pool(2).pids, flush=True)
+        pool(2).run(wait_and_loop)
         """
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with parent.stdout:
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        time.sleep(0.5)
-        assert len(pids) == 2
-        assert all(_exists(pid) for pid in pids)
+        idle, looping, waiting = (int(pid) for pid in parent.stdout.readline().split())
+        time.sleep(1.0)
+        assert all(_exists(pid) for pid in (idle, looping, waiting))
         parent.kill()
         parent.wait()
     deadline = time.monotonic() + 10
-    while any(_exists(pid) for pid in pids):
+    while any(_exists(pid) for pid in (idle, looping, waiting)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
