@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pending_dtensor.errors import ProcessGroupGoneError
 from pending_dtensor.events import record_event
 from pending_dtensor.pending import Launch
-from pending_dtensor.pending_local import PendingLocal
+from pending_dtensor.pending_local import PendingLocal, materialized
 from pending_dtensor.torch_compat import group_is_alive, mesh_axis_group
 
 _functional = torch.ops._c10d_functional
@@ -93,7 +93,8 @@ def all_gather(local: torch.Tensor, dim: int, axis: Axis, sizes: Sequence[int]) 
 class DeferredAllGather:
     """Recipe of an `all_gather` that nothing has started, for a fused rule to take up.
 
-    Fields: ``part``, ``dim``, ``axis`` and ``sizes`` are the arguments of `all_gather`.
+    Fields: ``part`` (may be pending itself), ``dim``, ``axis`` and ``sizes`` are the arguments of
+    `all_gather`.
     """
 
     kind = "all_gather"
@@ -111,7 +112,7 @@ class DeferredAllGather:
 
     def start(self) -> PendingLocal:
         """Starts the gather as it is, unfused."""
-        return all_gather(self.part, self.dim, self.axis, self.sizes)
+        return all_gather(materialized(self.part), self.dim, self.axis, self.sizes)
 
 
 def defer_all_gather(
@@ -119,7 +120,7 @@ def defer_all_gather(
 ) -> PendingLocal:
     """As `all_gather`, but nothing is started: a fused rule will do it with its consumer."""
     shape = _with_size(local.shape, dim, sum(sizes))
-    recipe = DeferredAllGather(local.detach(), dim, axis, sizes)
+    recipe = DeferredAllGather(local, dim, axis, sizes)
     return PendingLocal.deferred(recipe, shape, local.dtype, local.device, group=axis.group)
 
 

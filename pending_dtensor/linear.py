@@ -93,7 +93,7 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     plan = plan_linear(input._spec, weight._spec, None if bias is None else bias._spec)
     if plan is None:
         return NotImplemented
-    weight_, bias_ = _finished_late(input, weight, bias)
+    weight_, bias_ = finished_late(input, weight, bias)
     return _Linear.apply(input, weight_, bias_, weight, plan)
 
 
@@ -151,7 +151,7 @@ def _plan_for_axis(x: Placement, w: Placement, features: int) -> tuple[Placement
 class _DeferredGradient:
     """Recipe of a weight or bias gradient: local, so any read may run it."""
 
-    kind = "linear"
+    kind = "gradient"
     is_local = True
 
     def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
@@ -183,7 +183,7 @@ def _finished(grad: DTensor | None) -> DTensor | None:
     return DTensor(grad._local_tensor.materialize(), grad._spec, requires_grad=False)
 
 
-def _finished_late(
+def finished_late(
     input: HyperDTensor, weight: DTensor, bias: DTensor | None
 ) -> tuple[DTensor, DTensor | None]:
     """The parameters behind a node that runs after the launch of grad_input's reduction."""

@@ -167,7 +167,7 @@ class Pending:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a deferred value, else None."""
+        """The recipe of a deferred value, and of a collective that a fused rule completed."""
         return self._recipe
 
     def start(self) -> None:
@@ -188,7 +188,8 @@ class Pending:
         """Makes a deferred value ready with what a fused kernel, or its recipe, produced."""
         with self._lock:
             self._value = value
-            self._recipe = None
+            if self._recipe is not None and self._recipe.is_local:
+                self._recipe = None
             self.state = PendingState.READY
 
     def materialize(self, consumer: object = "a read") -> torch.Tensor:

@@ -161,7 +161,7 @@ class PendingLocal(AsyncCollectiveTensor):
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe while deferred, else None."""
+        """The recipe while deferred; that of a collective also after a fused rule completed it."""
         return self.pending.recipe
 
     @property
@@ -184,7 +184,7 @@ class PendingLocal(AsyncCollectiveTensor):
 
     def alias(self) -> PendingLocal:
         """A fresh tensor object for the same value: it shares the wait and the storage."""
-        return type(self)(self.pending, self, (*self._steps, _alias))
+        return type(self)(self.pending, self, self._steps)
 
     def after(
         self, step: ViewStep, shape: torch.Size | tuple[int, ...], dtype: torch.dtype | None = None
@@ -363,10 +363,6 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
-
-
-def _alias(value: torch.Tensor) -> torch.Tensor:
-    return aten.alias.default(value)
 
 
 def _replay(value: torch.Tensor, steps: tuple[ViewStep, ...]) -> torch.Tensor:

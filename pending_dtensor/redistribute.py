@@ -147,13 +147,15 @@ def _run_hop(
         rule = find_rule(local.kind, consumer) if current.is_partial() else None
         if rule is not None:
             return rule(local, current, target, axis, logical)
+    if defer and current.is_shard() and target.is_replicate():
+        sizes = chunk_sizes(logical[current.dim], ranks)
+        return collectives.defer_all_gather(local, current.dim, axis, sizes)
     local = materialized(local, hop)
 
     if current.is_shard():
         gather_sizes = chunk_sizes(logical[current.dim], ranks)
         if target.is_replicate():
-            gather = collectives.defer_all_gather if defer else collectives.all_gather
-            return gather(local, current.dim, axis, gather_sizes)
+            return collectives.all_gather(local, current.dim, axis, gather_sizes)
         if target.is_shard():
             scatter_sizes = chunk_sizes(logical[target.dim], ranks)
             return collectives.all_to_all(
