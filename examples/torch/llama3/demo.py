@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -63,8 +64,9 @@ def run(mode: Mode, *, ranks: int, steps: int) -> dict[str, Any]:
 
 
 def max_difference(losses: list[float], reference: list[float]) -> float:
-    """Largest distance of two loss curves at any step."""
-    return max(abs(a - b) for a, b in zip(losses, reference, strict=True))
+    """Largest distance of two loss curves at any step; NaN if one step has none."""
+    differences = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def faults(mode: Mode, result: dict[str, Any], reference: dict[str, Any]) -> list[str]:
