@@ -6,22 +6,26 @@ Under ``torch.compile`` the boundaries are torch's own; the compiler schedules t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed.tensor.parallel as torch_parallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
-from pending_dtensor import HyperDTensor
-from pending_dtensor.hyper_dtensor import as_hyper, local_to_hyper, take_local
-
-Layouts = Sequence[Placement]
+from parallel_styles.boundaries import (
+    Layouts,
+    as_layout,
+    attach_style,
+    first_input,
+    prepare_layer_output,
+)
+from pending_dtensor.hyper_dtensor import as_hyper
 
 
 class ColwiseParallel(torch_parallel.ColwiseParallel):
@@ -171,7 +175,7 @@ class SequenceParallel(torch_parallel.SequenceParallel):
         def prepare_input(
             mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
-            first = _first_input(self, mod, args, kwargs)
+            first = first_input(self, mod, args, kwargs)
             shape = first.shape
 
             def convert(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,7 +185,9 @@ class SequenceParallel(torch_parallel.SequenceParallel):
                     return torch_parallel.SequenceParallel._prepare_input_fn(
                         self.sequence_sharding, mod, (tensor,), device_mesh
                     )
-                return _moved(tensor, device_mesh, self.sequence_sharding, None, self.async_op)
+                return as_layout(
+                    tensor, device_mesh, self.sequence_sharding, async_op=self.async_op
+                )
 
             return tree_map_only(torch.Tensor, convert, (args, kwargs))
 
@@ -190,7 +196,7 @@ class SequenceParallel(torch_parallel.SequenceParallel):
                 return output
             return tree_map_only(DTensor, lambda out: out.to_local(), output)
 
-        return _attach(
+        return attach_style(
             self, module, device_mesh, self._replicate_module_fn, prepare_input, prepare_output
         )
 
@@ -372,95 +378,15 @@ def _parallelize_layer(
     def prepare_input(
         mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        tensor = _first_input(style, mod, args, kwargs)
+        tensor = first_input(style, mod, args, kwargs)
         if torch.compiler.is_compiling():
             moved = style._prepare_input_fn(input_layouts, desired, mod, (tensor,), mesh)
         else:
-            moved = _moved(tensor, mesh, input_layouts, desired, style.async_op)
+            moved = as_layout(tensor, mesh, input_layouts, desired, async_op=style.async_op)
         return (moved, *args[1:]) if args else args, kwargs if args else {**kwargs, "input": moved}
 
-    def prepare_output(mod: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return style._prepare_output_fn(
-                style.output_layouts, style.use_local_output, mod, output, mesh
-            )
-        moved = _moved(output, mesh, style.output_layouts, style.output_layouts, style.async_op)
-        return take_local(moved) if style.use_local_output else moved
-
-    return _attach(style, module, mesh, partition, prepare_input, prepare_output)
-
-
-def _attach(
-    style: ParallelStyle,
-    module: nn.Module,
-    mesh: DeviceMesh,
-    partition: Callable[..., None],
-    prepare_input: Callable[..., Any],
-    prepare_output: Callable[..., Any],
-) -> nn.Module:
-    def partition_all(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
-        partition(name, submodule, mesh)
-        _replicate_rest(submodule, mesh, style.src_data_rank)
-
-    distribute_module(module, mesh, partition_all)
-    module.register_forward_pre_hook(prepare_input, with_kwargs=True)
-    module.register_forward_hook(prepare_output)
-    return module
-
-
-def _replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Replicates what the style left alone, as `distribute_module` does, from src_data_rank."""
-    placements = [Replicate()] * mesh.ndim
-    for name, parameter in module._parameters.items():
-        if parameter is not None and not isinstance(parameter, DTensor):
-            replicated = distribute_tensor(
-                parameter.detach(), mesh, placements, src_data_rank=src_data_rank
-            )
-            module.register_parameter(
-                name, nn.Parameter(replicated, requires_grad=parameter.requires_grad)
-            )
-    for name, buffer in module._buffers.items():
-        if buffer is not None and not isinstance(buffer, DTensor):
-            module._buffers[name] = distribute_tensor(
-                buffer, mesh, placements, src_data_rank=src_data_rank
-            )
-
-
-def _first_input(
-    style: ParallelStyle, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor:
-    tensor = args[0] if args else next(iter(kwargs.values()), None)
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"Expected a torch.Tensor or DTensor as first input, got {type(tensor).__name__} "
-            f"({type(style).__name__} on {type(module).__name__})."
-        )
-    return tensor
-
-
-def _moved(
-    tensor: torch.Tensor,
-    mesh: DeviceMesh,
-    layouts: Layouts,
-    desired: Layouts | None,
-    async_op: bool,
-) -> HyperDTensor:
-    """``tensor`` as a HyperDTensor in ``desired``; ``layouts`` is what a plain tensor is in."""
-    if isinstance(tensor, DTensor):
-        hyper = as_hyper(tensor)
-        desired = desired or layouts
-    else:
-        hyper = local_to_hyper(tensor, mesh, layouts, async_backward=async_op)
-    if desired is None or _same_placements(hyper, desired):
-        return hyper
-    return hyper.redistribute(placements=desired, async_op=async_op)
-
-
-def _same_placements(tensor: DTensor, placements: Layouts) -> bool:
-    normal = tuple(
-        Shard(p.dim % tensor.ndim) if type(p) is Shard and p.dim < 0 else p for p in placements
-    )
-    return tensor.placements == normal
+    prepare_output = prepare_layer_output(style, mesh)
+    return attach_style(style, module, mesh, partition, prepare_input, prepare_output)
 
 
 def _converted(
@@ -481,5 +407,5 @@ def _converted(
     if isinstance(value, DTensor) and wanted is None:
         hyper = as_hyper(value)
     else:
-        hyper = _moved(value, mesh, (layout,), wanted, async_op=False)
+        hyper = as_layout(value, mesh, (layout,), wanted, async_op=False)
     return hyper.to_local() if use_local else hyper

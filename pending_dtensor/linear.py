@@ -46,16 +46,16 @@ class LinearPlan(NamedTuple):
 
     Attributes:
         out: spec of the output.
-        grad_out: placements in which the output's gradient is needed.
-        grad_input, grad_weight, grad_bias: placements of what backward makes.
+        grad_out: spec in which the output's gradient is needed.
+        grad_input, grad_weight, grad_bias: specs of what backward makes.
         bias_share: ranks among whose partial outputs the bias is shared out (torch divides it).
     """
 
     out: DTensorSpec
-    grad_out: tuple[Placement, ...]
-    grad_input: tuple[Placement, ...]
-    grad_weight: tuple[Placement, ...]
-    grad_bias: tuple[Placement, ...]
+    grad_out: DTensorSpec
+    grad_input: DTensorSpec
+    grad_weight: DTensorSpec
+    grad_bias: DTensorSpec
     bias_share: int
 
 
@@ -128,9 +128,16 @@ def plan_linear(
     shape = torch.Size((*input.shape[:-1], weight.shape[0]))
     stride = torch._prims_common.make_contiguous_strides_for(shape)
     assert input.tensor_meta is not None
+    assert weight.tensor_meta is not None
     meta = TensorMeta(shape, tuple(stride), input.tensor_meta.dtype)
+    bias_meta = TensorMeta(weight.shape[:1], (1,), weight.tensor_meta.dtype)
     return LinearPlan(
-        with_placements(input, out, meta), grad_out, grad_input, grad_weight, grad_bias, share
+        with_placements(input, out, meta),
+        with_placements(input, grad_out, meta),
+        with_placements(input, grad_input),
+        with_placements(weight, grad_weight),
+        with_placements(weight, grad_bias, bias_meta),
+        share,
     )
 
 
@@ -234,8 +241,11 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         ctx.late = weight is not saved_weight
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
         # The parameter itself is saved, so that a change to it before backward is noticed.
-        ctx.save_for_backward(input, saved_weight)
+        ctx.save_for_backward(
+            input if needs_weight else None, saved_weight if needs_input else None
+        )
         bias_local = None
         if bias is not None:
             bias_local = materialized(bias._local_tensor)
@@ -257,12 +267,11 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _differentiable_gradients(grad, input, weight, ctx.needs_input_grad)
         plan: LinearPlan = ctx.plan
-        wanted = with_placements(grad._spec, plan.grad_out)
-        grad_local = redistribute_local(grad._local_tensor, grad._spec, wanted, async_op=False)
+        grad_local = local_gradient(grad, plan)
         grad_input = grad_weight = grad_bias = None
         if needs_input:
             local = grad_local.matmul(materialized(weight._local_tensor))
-            grad_input = _wrap(local, with_placements(input._spec, plan.grad_input))
+            grad_input = _wrap(local, plan.grad_input)
 
         rows = functools.partial(grad_local.reshape, -1, grad_local.shape[-1])
         if needs_weight:
@@ -271,22 +280,23 @@ class _Linear(torch.autograd.Function):
                 x = materialized(input._local_tensor)
                 return rows().t().mm(x.reshape(-1, x.shape[-1]))
 
-            spec = with_placements(weight._spec, plan.grad_weight)
-            grad_weight = _gradient(weight_gradient, spec, weight._local_tensor.shape, ctx.late)
+            shape = (grad_local.shape[-1], input._local_tensor.shape[-1])
+            grad_weight = late_gradient(weight_gradient, plan.grad_weight, shape, ctx.late)
         if needs_bias:
-            spec = with_placements(
-                weight._spec,
-                plan.grad_bias,
-                TensorMeta(weight.shape[:1], (1,), weight.dtype),
-            )
-            shape = grad_local.shape[-1:]
-            grad_bias = _gradient(lambda: rows().sum(0), spec, shape, ctx.late)
+            features = (grad_local.shape[-1],)
+            grad_bias = late_gradient(lambda: rows().sum(0), plan.grad_bias, features, ctx.late)
         return grad_input, grad_weight, grad_bias, None, None
 
 
-def _gradient(
-    compute: Callable[[], torch.Tensor], spec: DTensorSpec, shape: torch.Size, late: bool
+def local_gradient(grad: DTensor, plan: LinearPlan) -> torch.Tensor:
+    """The local tensor of an output's gradient, finished, in the placements the plan needs."""
+    return redistribute_local(grad._local_tensor, grad._spec, plan.grad_out, async_op=False)
+
+
+def late_gradient(
+    compute: Callable[[], torch.Tensor], spec: DTensorSpec, shape: tuple[int, ...], late: bool
 ) -> DTensor:
+    """A parameter's gradient, computed now, or ``late`` by its `_FinishGradients` node."""
     if not late:
         return DTensor(compute(), spec, requires_grad=False)
     device = torch.device(spec.mesh.device_type)

@@ -1,0 +1,115 @@
+"""What happens at the boundary of a parallelized module: hooks, and inputs turned into DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from pending_dtensor import HyperDTensor
+from pending_dtensor.hyper_dtensor import as_hyper, local_to_hyper, take_local
+
+Layouts = Sequence[Placement]
+
+
+def attach_style(
+    style: ParallelStyle,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    partition: Callable[..., None],
+    prepare_input: Callable[..., Any],
+    prepare_output: Callable[..., Any],
+) -> nn.Module:
+    """Distributes a module's parameters by ``partition`` and hooks its boundaries."""
+
+    def partition_all(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
+        partition(name, submodule, mesh)
+        _replicate_rest(submodule, mesh, style.src_data_rank)
+
+    distribute_module(module, mesh, partition_all)
+    module.register_forward_pre_hook(prepare_input, with_kwargs=True)
+    module.register_forward_hook(prepare_output)
+    return module
+
+
+def _replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Replicates what the style left alone, as `distribute_module` does, from src_data_rank."""
+    placements = [Replicate()] * mesh.ndim
+    for name, parameter in module._parameters.items():
+        if parameter is not None and not isinstance(parameter, DTensor):
+            replicated = distribute_tensor(
+                parameter.detach(), mesh, placements, src_data_rank=src_data_rank
+            )
+            module.register_parameter(
+                name, nn.Parameter(replicated, requires_grad=parameter.requires_grad)
+            )
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[name] = distribute_tensor(
+                buffer, mesh, placements, src_data_rank=src_data_rank
+            )
+
+
+def first_input(
+    style: ParallelStyle, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """The first argument of a call, positional or by name.
+
+    Raises:
+        TypeError: it is no tensor.
+    """
+    tensor = args[0] if args else next(iter(kwargs.values()), None)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"Expected a torch.Tensor or DTensor as first input, got {type(tensor).__name__} "
+            f"({type(style).__name__} on {type(module).__name__})."
+        )
+    return tensor
+
+
+def as_layout(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    layouts: Layouts,
+    desired: Layouts | None = None,
+    *,
+    async_op: bool,
+) -> HyperDTensor:
+    """``tensor`` as a HyperDTensor in ``desired``; ``layouts`` is what a plain tensor is in."""
+    if isinstance(tensor, DTensor):
+        hyper = as_hyper(tensor)
+        desired = desired or layouts
+    else:
+        hyper = local_to_hyper(tensor, mesh, layouts, async_backward=async_op)
+    if desired is None or _same_placements(hyper, desired):
+        return hyper
+    return hyper.redistribute(placements=desired, async_op=async_op)
+
+
+def _same_placements(tensor: DTensor, placements: Layouts) -> bool:
+    normal = tuple(
+        Shard(p.dim % tensor.ndim) if type(p) is Shard and p.dim < 0 else p for p in placements
+    )
+    return tensor.placements == normal
+
+
+def prepare_layer_output(style: Any, mesh: DeviceMesh) -> Callable[..., Any]:
+    """Forward hook that puts a layer's one output in the style's ``output_layouts``."""
+
+    def prepare_output(mod: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return style._prepare_output_fn(
+                style.output_layouts, style.use_local_output, mod, output, mesh
+            )
+        moved = as_layout(
+            output, mesh, style.output_layouts, style.output_layouts, async_op=style.async_op
+        )
+        return take_local(moved) if style.use_local_output else moved
+
+    return prepare_output
