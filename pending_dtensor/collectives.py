@@ -8,6 +8,7 @@ tracing see them.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from pending_dtensor.errors import ProcessGroupGoneError
 from pending_dtensor.events import record_event
 from pending_dtensor.pending import Launch
 from pending_dtensor.pending_local import PendingLocal, materialized
-from pending_dtensor.torch_compat import group_is_alive, mesh_axis_group
+from pending_dtensor.torch_compat import below_autograd, group_is_alive, mesh_axis_group
 
 _functional = torch.ops._c10d_functional
 
@@ -33,7 +34,19 @@ class Axis(NamedTuple):
 
 def mesh_axis(mesh: DeviceMesh, axis: int) -> Axis:
     """The process group of one mesh axis and this rank's place in it."""
-    return Axis(mesh_axis_group(mesh, axis), mesh.size(axis), mesh.get_local_rank(axis))
+    # Kept by object, not by value: after a new init_process_group an equal mesh has other groups.
+    axes = _axes.get(id(mesh))
+    if axes is None:
+        axes = _axes[id(mesh)] = {}
+        weakref.finalize(mesh, _axes.pop, id(mesh), None)
+    found = axes.get(axis)
+    if found is None:
+        group = mesh_axis_group(mesh, axis)
+        found = axes[axis] = Axis(group, mesh.size(axis), mesh.get_local_rank(axis))
+    return found
+
+
+_axes: dict[int, dict[int, Axis]] = {}
 
 
 def chunk_sizes(size: int, ranks: int) -> list[int]:
@@ -260,7 +273,8 @@ def all_to_all(
 def _start(op: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     """Calls a functional collective whose last argument is the group's name."""
     try:
-        return op(tensor, *args)
+        with below_autograd():
+            return op(tensor, *args)
     except (RuntimeError, ValueError) as error:
         group = args[-1]
         if group_is_alive(group):

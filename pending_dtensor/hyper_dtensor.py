@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from pending_dtensor.errors import PlacementError
 from pending_dtensor.metadata_check import check_local_metadata
 from pending_dtensor.pending_local import PendingLocal, materialized
 from pending_dtensor.redistribute import (
+    as_tuple,
     cast_local,
     checked_placements,
     gradient_placements,
@@ -45,6 +47,9 @@ class HyperDTensor(DTensor):
 
     Fields: ``_local_tensor`` and ``_spec``, as in torch.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: ``__new__`` has set everything, and torch's own costs 5 us to do as little."""
 
     @classmethod
     def __torch_function__(
@@ -152,7 +157,7 @@ class HyperDTensor(DTensor):
             NotImplementedError: another mesh.
             ProcessGroupGoneError: the mesh's process group was destroyed.
         """
-        targets = checked_placements(placements, self._spec, device_mesh)
+        targets = checked_placements(as_tuple(placements), self._spec, device_mesh)
         if is_tracing():
             return super().redistribute(
                 placements=targets,
@@ -222,7 +227,15 @@ def local_to_hyper(
     mesh = mesh or torch_dtensor.device_mesh._mesh_resources.get_current_mesh()
     if placements is None:
         placements = [Replicate()] * mesh.ndim
-    spec = _spec_of_local(local, mesh, tuple(placements), shape, stride)
+    spec = _spec_of_local(
+        tuple(local.shape),
+        local.stride(),
+        local.dtype,
+        mesh,
+        tuple(placements),
+        None if shape is None else tuple(shape),
+        None if stride is None else tuple(stride),
+    )
     if mesh.device_type != local.device.type and not local.is_meta:
         local = local.to(mesh.device_type)
     if run_check:
@@ -242,7 +255,7 @@ def redistribute_deferred(tensor: HyperDTensor, placements: Sequence[Placement])
     A reduce-scatter of a deferred matmul runs by the rule (linear, reduce_scatter), if there is
     one. Any other collective is launched asynchronously.
     """
-    targets = checked_placements(placements, tensor._spec, None)
+    targets = checked_placements(as_tuple(placements), tensor._spec, None)
     dtype = tensor.dtype
     return _redistribute(tensor, _Move(targets, True, dtype, dtype, None, defer=True))
 
@@ -264,14 +277,17 @@ def _to_local(
     return _ToLocal.apply(tensor, grads, owned)
 
 
+@functools.lru_cache(maxsize=4096)
 def _spec_of_local(
-    local: torch.Tensor,
+    local_shape: tuple[int, ...],
+    local_stride: tuple[int, ...],
+    dtype: torch.dtype,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
+    shape: tuple[int, ...] | None,
+    stride: tuple[int, ...] | None,
 ) -> DTensorSpec:
-    where = f"from_local of a tensor of shape {tuple(local.shape)}"
+    where = f"from_local of a tensor of shape {local_shape}"
     if len(placements) != mesh.ndim or not all(isinstance(p, Placement) for p in placements):
         raise PlacementError(
             f"Expected {mesh.ndim} placements, one for each mesh axis, got {placements} ({where})."
@@ -281,7 +297,7 @@ def _spec_of_local(
             f"Expected shape and stride together, got shape={shape}, stride={stride} ({where}). "
             f"Pass both or neither."
         )
-    ndim = local.ndim
+    ndim = len(local_shape)
     normal = []
     for placement in placements:
         if isinstance(placement, Shard):
@@ -293,9 +309,10 @@ def _spec_of_local(
         normal.append(placement)
     assert_no_mixed_partial_types(normal)
     if shape is None:
-        shape, stride = compute_global_tensor_info(local, mesh, normal)
+        like = torch.empty_strided(local_shape, local_stride, device="meta")
+        shape, stride = compute_global_tensor_info(like, mesh, normal)
     assert stride is not None
-    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
     return DTensorSpec(mesh, tuple(normal), tensor_meta=meta)
 
 
@@ -363,12 +380,26 @@ class _ToLocal(torch.autograd.Function):
             return None, None, None
         spec = ctx.spec
         placements = ctx.grad_placements or whole_placements(spec.placements)
-        _, stride = compute_global_tensor_info(grad, spec.mesh, placements)
-        meta = TensorMeta(spec.shape, tuple(stride), grad.dtype)
-        grad_spec = with_placements(spec, tuple(placements), meta)
+        grad_spec = _spec_of_gradient(
+            tuple(grad.shape), grad.stride(), grad.dtype, spec, tuple(placements)
+        )
         if torch.is_grad_enabled():
             return _FromLocal.apply(grad, grad_spec, False, None), None, None
         return _wrap(grad, grad_spec), None, None
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec_of_gradient(
+    local_shape: tuple[int, ...],
+    local_stride: tuple[int, ...],
+    dtype: torch.dtype,
+    spec: DTensorSpec,
+    placements: tuple[Placement, ...],
+) -> DTensorSpec:
+    """Spec of the local gradient of a tensor with ``spec``, strided as the gradient is."""
+    like = torch.empty_strided(local_shape, local_stride, device="meta")
+    _, stride = compute_global_tensor_info(like, spec.mesh, placements)
+    return with_placements(spec, placements, TensorMeta(spec.shape, tuple(stride), dtype))
 
 
 class _AsHyper(torch.autograd.Function):

@@ -26,6 +26,7 @@ from pending_dtensor.errors import (
     InFlightInputModifiedError,
 )
 from pending_dtensor.events import OverlapEvent
+from pending_dtensor.torch_compat import below_autograd
 
 Finish = Callable[[torch.Tensor], torch.Tensor]
 
@@ -232,7 +233,7 @@ class Pending:
             event.begin_wait()
         try:
             # Collectives write below autograd, so nothing here may be recorded.
-            with torch.no_grad():
+            with torch.no_grad(), below_autograd():
                 filled = self._filled_buffer()
                 self._value = filled if self._finish is None else self._finish(filled)
         except Exception as error:

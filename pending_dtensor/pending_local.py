@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from pending_dtensor.pending import Launch, Pending, PendingState, Recipe
 from pending_dtensor.torch_compat import (
     AsyncCollectiveTensor,
+    forbid_raw_access,
     in_backward_without_grad,
     no_dispatch,
 )
@@ -335,6 +336,7 @@ def _wrap(
     self: PendingLocal = torch.Tensor._make_wrapper_subclass(
         cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device
     )
+    forbid_raw_access(self)
     self.pending = pending
     self._steps = steps
     self._value = None
@@ -348,8 +350,12 @@ def _wrap_contiguous(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PendingLocal:
-    stride = torch._prims_common.make_contiguous_strides_for(tuple(shape))
-    return _wrap(cls, pending, shape, stride, 0, dtype, device)
+    stride = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return _wrap(cls, pending, shape, tuple(reversed(stride)), 0, dtype, device)
 
 
 class _Wait(torch.autograd.Function):

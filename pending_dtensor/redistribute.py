@@ -6,7 +6,9 @@ A hop waits for the one before it; the last stays in flight. No DTensor class is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DeviceMesh, Partial, Replicate, Shard
@@ -31,13 +33,19 @@ from pending_dtensor.torch_compat import (
 )
 
 
+def as_tuple(placements: Any) -> Any:
+    """A list of placements as a tuple, which can be hashed; anything else as it is."""
+    return tuple(placements) if isinstance(placements, list) else placements
+
+
+@functools.lru_cache(maxsize=4096)
 def checked_placements(
     placements: Sequence[Placement] | None, source: DTensorSpec, mesh: DeviceMesh | None
 ) -> tuple[Placement, ...]:
     """Validates the target of a redistribution from global facts, so that every rank agrees.
 
     Args:
-        placements: one for each mesh axis; negative shard dims are counted from the end.
+        placements: a tuple, one for each mesh axis; negative shard dims are counted from the end.
         source: spec of the tensor to redistribute.
         mesh: mesh asked for, or None for the tensor's own.
 
@@ -116,11 +124,19 @@ def redistribute_local(
 
 
 def _hops(source: DTensorSpec, target: DTensorSpec) -> list[TransformInfo]:
+    # On more axes the plan depends on which flattened meshes exist by now.
+    return _cached_plan(source, target) if source.mesh.ndim == 1 else _plan(source, target)
+
+
+def _plan(source: DTensorSpec, target: DTensorSpec) -> list[TransformInfo]:
     if source.placements == target.placements and source.shard_order == target.shard_order:
         return []
     assert_no_mixed_partial_types(source.placements)
     assert_no_mixed_partial_types(target.placements)
     return plan_redistribution(source, target)
+
+
+_cached_plan = functools.lru_cache(maxsize=4096)(_plan)
 
 
 def _run_hop(
@@ -237,6 +253,7 @@ def _strided_hop(local: torch.Tensor, hop: TransformInfo, mesh: DeviceMesh) -> t
     return target._replicate_to_shard(whole, mesh, mesh_dim, rank)
 
 
+@functools.lru_cache(maxsize=4096)
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     """``spec`` of a tensor with another dtype."""
     meta = spec.tensor_meta
@@ -246,6 +263,7 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return with_placements(spec, spec.placements, TensorMeta(meta.shape, meta.stride, dtype))
 
 
+@functools.lru_cache(maxsize=4096)
 def with_placements(
     spec: DTensorSpec, placements: tuple[Placement, ...], meta: TensorMeta | None = None
 ) -> DTensorSpec:

@@ -36,8 +36,10 @@ __all__ = [
     "TensorMeta",
     "TransformInfo",
     "assert_no_mixed_partial_types",
+    "below_autograd",
     "check_tensor_meta",
     "compute_global_tensor_info",
+    "forbid_raw_access",
     "group_is_alive",
     "in_backward_without_grad",
     "is_mask_partial",
@@ -65,6 +67,11 @@ def is_mask_partial(placement: object) -> bool:
 def is_strided_shard(placement: object) -> bool:
     """Whether ``placement`` is torch's right-to-left sharding, made by flattening a sharded dim."""
     return isinstance(placement, _StridedShard)
+
+
+def forbid_raw_access(wrapper: torch.Tensor) -> None:
+    """Makes C code that takes the address of a wrapper's data raise, not read from address 0."""
+    torch._C._set_throw_on_mutable_data_ptr(wrapper)
 
 
 def mesh_axis_group(mesh: torch.distributed.DeviceMesh, axis: int) -> str:
@@ -114,6 +121,10 @@ def reserve_sequence_nr() -> None:
     The constructor of any autograd node takes the thread's next number.
     """
     torch._C._functions.UndefinedGrad()
+
+
+# Inside it ops skip autograd's kernels. Those of the functional collectives are Python: 20 us a call.
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def work_registry_size() -> int:
