@@ -123,7 +123,7 @@ def reserve_sequence_nr() -> None:
     torch._C._functions.UndefinedGrad()
 
 
-# Inside it ops skip autograd's kernels. Those of the functional collectives are Python: 20 us a call.
+# Inside it ops skip autograd's kernels, which the functional collectives have in Python (20 us).
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
