@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
+from mc2.shared_gather import shared_deferred_gather
 from parallel_styles.boundaries import (
     Layouts,
     as_layout,
@@ -210,8 +211,11 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
     Arguments are torch's. A DTensor input is redistributed by the placement it has, whatever
     ``input_layouts`` says of plain tensors.
 
+    With ``defer=True`` a gather to Replicate is not started: the MC2 layers inside the module fuse
+    it with their matmul, and share it. Nothing else may read the input then.
+
     Raises:
-        ValueError: layouts of different lengths.
+        ValueError: layouts of different lengths, or ``defer`` with ``use_local_output``.
         TypeError: at call, for an input with a layout that is no tensor.
     """
 
@@ -223,7 +227,13 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         input_kwarg_layouts: dict[str, Placement] | None = None,
         desired_input_kwarg_layouts: dict[str, Placement] | None = None,
         use_local_output: bool = False,
+        defer: bool = False,
     ) -> None:
+        if defer and use_local_output:
+            raise ValueError(
+                "Expected use_local_output=False with defer=True, got True (PrepareModuleInput). A "
+                "deferred gather can be read by an MC2 layer only, which wants the DTensor."
+            )
         _check_lengths("input_layouts", input_layouts, desired_input_layouts)
         _check_lengths("input_kwarg_layouts", input_kwarg_layouts, desired_input_kwarg_layouts)
         super().__init__(
@@ -233,6 +243,7 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
             desired_input_kwarg_layouts=desired_input_kwarg_layouts,
             use_local_output=use_local_output,
         )
+        self.defer = defer
 
     def _prepare_input_arg(
         self,
@@ -245,7 +256,13 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         if input_layout is None:
             return input
+        if self.defer and desired_layout == Replicate() and isinstance(input, torch.Tensor):
+            sharded = as_layout(input, mesh, (input_layout,), async_op=True)
+            return shared_deferred_gather(input, (desired_layout,), lambda: sharded)
         return _converted(self, input, mesh, input_layout, desired_layout, self.use_local_output)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, defer={self.defer})"
 
 
 class PrepareModuleOutput(torch_parallel.PrepareModuleOutput):
