@@ -1,6 +1,7 @@
 """Async redistribution for DTensor: collectives that are waited for when their result is read."""
 
 from pending_dtensor import linear as _linear  # noqa: F401 - registers F.linear
+from pending_dtensor.consistency import debug_consistency
 from pending_dtensor.dispatch import full_gather_fallback
 from pending_dtensor.events import OverlapEvent, OverlapLog, record_overlap
 from pending_dtensor.fused_rules import register_fused_rule
@@ -14,6 +15,7 @@ __all__ = [
     "OverlapLog",
     "PendingLocal",
     "PendingState",
+    "debug_consistency",
     "distribute_tensor",
     "full_gather_fallback",
     "record_overlap",

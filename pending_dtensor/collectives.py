@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from pending_dtensor.consistency import check_consistent, checking
 from pending_dtensor.errors import ProcessGroupGoneError
 from pending_dtensor.events import record_event
 from pending_dtensor.pending import Launch
@@ -71,6 +72,9 @@ def all_gather(local: torch.Tensor, dim: int, axis: Axis, sizes: Sequence[int]) 
     """
     full = max(sizes)
     shape = _with_size(local.shape, dim, sum(sizes))
+    if checking():
+        holds = _holds(local.size(dim), sizes[axis.rank])
+        _check("all_gather", local, axis, shape=shape, dim=dim, sizes=tuple(sizes), local=holds)
     if math.prod(shape) == 0:
         return PendingLocal.ready(local.new_empty(shape))
     part = _pad(local.detach(), dim, full).contiguous()
@@ -156,6 +160,8 @@ def reduce_scatter(
     """
     full = max(sizes)
     shape = _with_size(local.shape, dim, sizes[axis.rank])
+    if checking():
+        _check("reduce_scatter", local, axis, shape=tuple(local.shape), dim=dim, op=reduce_op)
     if local.numel() == 0:
         return PendingLocal.ready(local.new_empty(shape))
     local_ = local.detach()
@@ -198,6 +204,8 @@ def all_reduce(local: torch.Tensor, axis: Axis, reduce_op: str) -> PendingLocal:
     Returns:
         A contiguous value of the same shape. Sends and receives 2 (R - 1) / R of it.
     """
+    if checking():
+        _check("all_reduce", local, axis, shape=tuple(local.shape), op=reduce_op)
     if local.numel() == 0:
         return PendingLocal.ready(local.new_empty(local.shape))
     event = record_event(
@@ -237,6 +245,10 @@ def all_to_all(
         A contiguous value of this rank's new part. Sends and receives (R - 1) / R of a part.
     """
     shape = _with_size(local.shape, gather_dim, sum(gather_sizes))
+    if checking():
+        holds = _holds(local.size(gather_dim), gather_sizes[axis.rank])
+        dims = (gather_dim, scatter_dim)
+        _check("all_to_all", local, axis, shape=shape, dims=dims, local=holds)
     shape = _with_size(shape, scatter_dim, scatter_sizes[axis.rank])
     if sum(gather_sizes) * sum(scatter_sizes) == 0 or _rest(local, gather_dim, scatter_dim) == 0:
         return PendingLocal.ready(local.new_empty(shape))
@@ -284,6 +296,14 @@ def _start(op: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
             f"made ({op} of shape {tuple(tensor.shape)}). Make a new DeviceMesh after "
             f"init_process_group and distribute the tensor again."
         ) from error
+
+
+def _check(what: str, local: torch.Tensor, axis: Axis, **facts: Any) -> None:
+    check_consistent(what, axis.group, **facts, dtype=local.dtype)
+
+
+def _holds(size: int, planned: int) -> str:
+    return "as planned" if size == planned else f"{size} long instead of {planned}"
 
 
 def _with_size(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

@@ -25,5 +25,9 @@ class FusedRuleConflictError(ValueError):
     """A (producer kind, consumer op) pair was registered a second time."""
 
 
+class InconsistentRanksError(RuntimeError):
+    """Ranks were about to start different collectives; found by `debug_consistency`."""
+
+
 class PlacementError(ValueError):
     """Placements that do not fit the tensor or its mesh."""

@@ -30,6 +30,8 @@ _METADATA_ONLY = {
     aten.full_like.default,
     aten.rand_like.default,
     aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
     aten.new_empty.default,
     aten.new_empty_strided.default,
     aten.new_zeros.default,
@@ -62,12 +64,18 @@ def register_deferred_op(kind: str, op: Any, handler: Callable[..., Any]) -> Non
 
 @functools.cache
 def _is_view(op: torch._ops.OpOverload) -> bool:
-    return op._schema._is_view_op()
+    # A conjugate or negative view is marked by a bit that no wrapper can be given.
+    return op._schema._is_view_op() and op not in (aten._conj.default, aten._neg_view.default)
 
 
 @functools.cache
 def _is_mutable(op: torch._ops.OpOverload) -> bool:
     return op._schema.is_mutable
+
+
+@functools.cache
+def _changes_metadata(op: torch._ops.OpOverload) -> bool:
+    return torch.Tag.inplace_view in op.tags or any(arg.is_out for arg in op._schema.arguments)
 
 
 class PendingLocal(AsyncCollectiveTensor):
@@ -224,7 +232,8 @@ class PendingLocal(AsyncCollectiveTensor):
         """The finished plain tensor. For autograd this is the identity."""
         if self.requires_grad and torch.is_grad_enabled():
             return _Wait.apply(self)
-        return self.materialize()
+        # A tensor of its own: what the caller does to its shape or its flags is not done to ours.
+        return self.materialize().detach()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         """As `torch.Tensor.numpy`, of the finished value."""
@@ -233,6 +242,17 @@ class PendingLocal(AsyncCollectiveTensor):
     def tolist(self) -> Any:
         """As `torch.Tensor.tolist`, of the finished value."""
         return self.materialize().tolist()
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As `torch.Tensor.data`; still pending."""
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # Torch's own would give the wrapper another shape and leave the value behind.
+        with torch.no_grad():
+            self.set_(value)
 
     def data_ptr(self) -> int:
         """Address of the finished value."""
@@ -303,6 +323,8 @@ class PendingLocal(AsyncCollectiveTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is aten.is_same_size.default:
+            return args[0].shape == args[1].shape
         first = args[0] if args else None
         if isinstance(first, PendingLocal) and first._value is None:
             if func in _METADATA_ONLY:
@@ -378,7 +400,17 @@ def _replay(value: torch.Tensor, steps: tuple[ViewStep, ...]) -> torch.Tensor:
 
 
 def _metadata_twin(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+    if offset == 0:
+        return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+    # Offset zero would make every view of it tell the wrong offset.
+    twin = torch.empty(0, dtype=tensor.dtype, device="meta")
+    return twin.set_(_meta_storage(), offset, size, stride)
+
+
+@functools.cache
+def _meta_storage() -> torch.UntypedStorage:
+    return torch.UntypedStorage(2**62, device="meta")
 
 
 def _from_metadata(
@@ -410,7 +442,7 @@ def _pending_view(
             like.size(),
             like.stride(),
             like.storage_offset(),
-            tensor.dtype,
+            like.dtype,
             tensor.device,
             (*tensor._steps, step),
         )

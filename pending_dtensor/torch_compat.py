@@ -13,6 +13,7 @@ from torch.distributed._functional_collectives import (
     _are_we_tracing,
     _resolve_group,
 )
+from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed.tensor._collective_utils import check_tensor_meta
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
@@ -49,6 +50,7 @@ __all__ = [
     "no_dispatch",
     "plan_redistribution",
     "reserve_sequence_nr",
+    "resolve_group",
     "transform_avg_scale",
     "transform_mesh",
     "work_registry_size",
@@ -56,7 +58,10 @@ __all__ = [
 
 TransformInfo: TypeAlias = _TransformInfo
 
-is_tracing = _are_we_tracing
+
+def is_tracing() -> bool:
+    """Whether ops are recorded, or run for many simulated ranks: then torch's own code must run."""
+    return _are_we_tracing() or local_tensor_mode() is not None
 
 
 def is_mask_partial(placement: object) -> bool:
@@ -80,10 +85,15 @@ def mesh_axis_group(mesh: torch.distributed.DeviceMesh, axis: int) -> str:
     return group if isinstance(group, str) else group.group_name
 
 
+def resolve_group(group_name: str) -> torch.distributed.ProcessGroup:
+    """The process group registered under ``group_name``; RuntimeError if there is none."""
+    return torch._C._distributed_c10d._resolve_process_group(group_name)
+
+
 def group_is_alive(group_name: str) -> bool:
     """Whether the process group registered under ``group_name`` still exists."""
     try:
-        torch._C._distributed_c10d._resolve_process_group(group_name)
+        resolve_group(group_name)
     except (RuntimeError, ValueError):
         return False
     return torch.distributed.is_initialized()
