@@ -74,7 +74,7 @@ def all_gather(local: torch.Tensor, dim: int, axis: Axis, sizes: Sequence[int]) 
     shape = _with_size(local.shape, dim, sum(sizes))
     if checking():
         holds = _holds(local.size(dim), sizes[axis.rank])
-        _check("all_gather", local, axis, shape=shape, dim=dim, sizes=tuple(sizes), local=holds)
+        _check("all_gather", local, axis, shape=shape, dim=dim, sizes=tuple(sizes), holds=holds)
     if math.prod(shape) == 0:
         return PendingLocal.ready(local.new_empty(shape))
     part = _pad(local.detach(), dim, full).contiguous()
@@ -248,7 +248,7 @@ def all_to_all(
     if checking():
         holds = _holds(local.size(gather_dim), gather_sizes[axis.rank])
         dims = (gather_dim, scatter_dim)
-        _check("all_to_all", local, axis, shape=shape, dims=dims, local=holds)
+        _check("all_to_all", local, axis, shape=shape, dims=dims, holds=holds)
     shape = _with_size(shape, scatter_dim, scatter_sizes[axis.rank])
     if sum(gather_sizes) * sum(scatter_sizes) == 0 or _rest(local, gather_dim, scatter_dim) == 0:
         return PendingLocal.ready(local.new_empty(shape))
