@@ -15,8 +15,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -96,15 +97,17 @@ class Pending:
     Fields: ``kind`` names the producer; ``_recipe`` is set while deferred; while in flight
     ``_buffer`` (of our own launch, with ``_source`` and ``_source_version``) or ``_parent`` (of
     another's), and ``_finish``; ``_value`` when ready; ``_error`` once a wait has failed, and then
-    every read raises it again.
+    every read raises it again. ``_dependents`` are made from this value when they are read.
     """
 
     __slots__ = (
         "__weakref__",
         "_buffer",
+        "_dependents",
         "_error",
         "_event",
         "_finish",
+        "_inference",
         "_lock",
         "_parent",
         "_recipe",
@@ -129,6 +132,8 @@ class Pending:
         self._value: torch.Tensor | None = None
         self._error: BaseException | None = None
         self._event: OverlapEvent | None = None
+        self._dependents: list[weakref.ref[Pending]] = []
+        self._inference = torch.is_inference_mode_enabled()
         self._lock = threading.RLock()
 
     @classmethod
@@ -165,6 +170,18 @@ class Pending:
         self._parent = parent
         self._finish = step
         return self
+
+    def add_dependent(self, dependent: Pending) -> None:
+        """Notes a value that will be made from this one, so that it is made before a write."""
+        self._dependents.append(weakref.ref(dependent))
+
+    def finish_dependents(self) -> None:
+        """Makes what is made from this value, which is about to be written to."""
+        for reference in self._dependents:
+            dependent = reference()
+            if dependent is not None:
+                dependent.materialize()
+        self._dependents.clear()
 
     @property
     def recipe(self) -> Recipe | None:
@@ -223,7 +240,8 @@ class Pending:
                         f"it was deferred for, redistribute with async_op=True instead of "
                         f"deferring, or call .start() on it on every rank to run it unfused."
                     )
-                self.complete(recipe.compute())
+                with torch.no_grad(), self._mode_of_creation():
+                    self.complete(recipe.compute())
             assert self._value is not None
             return self._value
 
@@ -233,7 +251,7 @@ class Pending:
             event.begin_wait()
         try:
             # Collectives write below autograd, so nothing here may be recorded.
-            with torch.no_grad(), below_autograd():
+            with torch.no_grad(), self._mode_of_creation(), below_autograd():
                 filled = self._filled_buffer()
                 self._value = filled if self._finish is None else self._finish(filled)
         except Exception as error:
@@ -246,6 +264,12 @@ class Pending:
             if event is not None:
                 event.end_wait()
         self.state = PendingState.READY
+
+    def _mode_of_creation(self) -> AbstractContextManager[Any]:
+        """A first read in inference mode must not make a tensor that autograd refuses later."""
+        if torch.is_inference_mode_enabled() == self._inference:
+            return contextlib.nullcontext()
+        return torch.inference_mode(self._inference)
 
     def _filled_buffer(self) -> torch.Tensor:
         if self._parent is not None:

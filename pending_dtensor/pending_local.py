@@ -206,6 +206,7 @@ class PendingLocal(AsyncCollectiveTensor):
             dtype: dtype after the step; None if it does not change.
         """
         pending = Pending.after(self, self.kind, self.pending.group, step)
+        self.pending.add_dependent(pending)
         return _wrap_contiguous(type(self), pending, shape, dtype or self.dtype, self.device)
 
     # -- reads that do not come through the dispatcher ---------------------------------------------
@@ -401,16 +402,9 @@ def _replay(value: torch.Tensor, steps: tuple[ViewStep, ...]) -> torch.Tensor:
 
 def _metadata_twin(tensor: torch.Tensor) -> torch.Tensor:
     size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-    if offset == 0:
-        return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
-    # Offset zero would make every view of it tell the wrong offset.
-    twin = torch.empty(0, dtype=tensor.dtype, device="meta")
-    return twin.set_(_meta_storage(), offset, size, stride)
-
-
-@functools.cache
-def _meta_storage() -> torch.UntypedStorage:
-    return torch.UntypedStorage(2**62, device="meta")
+    twin = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+    # Bounds are not checked on meta, so no storage of the right size is needed.
+    return twin.as_strided(size, stride, offset) if offset else twin
 
 
 def _from_metadata(
@@ -468,10 +462,11 @@ def _read(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     # A result that is one of the written-to values is handed back as the pending tensor it is in,
     # so that ``x.add_(1) is x``, and everybody who holds that tensor sees the change.
     owners: dict[int, PendingLocal] = {}
-    changes_metadata = torch.Tag.inplace_view in func.tags
+    changes_metadata = _changes_metadata(func)
 
     def finish_for_write(tensor: PendingLocal) -> torch.Tensor:
         value = tensor.materialize(func)
+        tensor.pending.finish_dependents()
         if changes_metadata:
             # Other views share this tensor object; only ours may change its shape.
             value = tensor._value = aten.alias.default(value)
@@ -484,7 +479,11 @@ def _read(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     )
     if changes_metadata:
         with no_dispatch():
-            func(*args, **kwargs)
+            if torch.Tag.inplace_view in func.tags:
+                func(*args, **kwargs)
+            else:
+                for owner in owners.values():
+                    owner.resize_(owner.materialize().shape)
     return tree_map_only(torch.Tensor, lambda out: owners.get(id(out), out), result)
 
 
