@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from pending_dtensor import HyperDTensor
 from pending_dtensor.hyper_dtensor import as_hyper, local_to_hyper, take_local
+from pending_dtensor.torch_compat import is_tracing
 
 Layouts = Sequence[Placement]
 
@@ -29,7 +30,14 @@ def attach_style(
     """Distributes a module's parameters by ``partition`` and hooks its boundaries."""
 
     def partition_all(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
+        distributed = {
+            name: parameter
+            for name, parameter in submodule._parameters.items()
+            if isinstance(parameter, DTensor)
+        }
         partition(name, submodule, mesh)
+        # Distributed already, by the style of a module it is shared with: stays that parameter.
+        submodule._parameters.update(distributed)
         _replicate_rest(submodule, mesh, style.src_data_rank)
 
     distribute_module(module, mesh, partition_all)
@@ -87,9 +95,9 @@ def as_layout(
         desired = desired or layouts
     else:
         hyper = local_to_hyper(tensor, mesh, layouts, async_backward=async_op)
-    if desired is None or _same_placements(hyper, desired):
+    if desired is None or (hyper.device_mesh == mesh and _same_placements(hyper, desired)):
         return hyper
-    return hyper.redistribute(placements=desired, async_op=async_op)
+    return hyper.redistribute(mesh, desired, async_op=async_op)
 
 
 def _same_placements(tensor: DTensor, placements: Layouts) -> bool:
@@ -103,7 +111,7 @@ def prepare_layer_output(style: Any, mesh: DeviceMesh) -> Callable[..., Any]:
     """Forward hook that puts a layer's one output in the style's ``output_layouts``."""
 
     def prepare_output(mod: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_tracing():
             return style._prepare_output_fn(
                 style.output_layouts, style.use_local_output, mod, output, mesh
             )

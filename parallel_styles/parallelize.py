@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import NamedTuple
@@ -13,7 +14,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from parallel_styles.styles import check_applicable
+from parallel_styles.styles import check_applicable, distributes_parameters
+
+_PREPARE_STYLES = (
+    torch_parallel.PrepareModuleInput,
+    torch_parallel.PrepareModuleOutput,
+    torch_parallel.PrepareModuleInputOutput,
+)
+_NOT_PLANNED = "not in the plan"
 
 
 class _Planned(NamedTuple):
@@ -29,6 +37,13 @@ class _Use(NamedTuple):
     module: nn.Module
     name: str
 
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        return self.module._parameters[self.name]
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
 
 def parallelize_module(
     module: nn.Module,
@@ -40,8 +55,11 @@ def parallelize_module(
     """Applies a plan of parallel styles to a module, as torch's `parallelize_module` does.
 
     Besides, a parameter that several modules share is one parameter afterwards, or the plan is
-    refused; ``src_data_rank`` holds for every module of the plan; and a module that a style does
-    not fit is named before anything is changed.
+    refused; ``src_data_rank`` holds for every module of the plan; and what cannot be done is
+    refused before anything is changed, naming the module.
+
+    A warning is given if only some of the modules that share a parameter are in the plan: the
+    others hold the DTensor too then, and need a style before they can run.
 
     Args:
         module: the module to parallelize, changed in place.
@@ -56,9 +74,9 @@ def parallelize_module(
 
     Raises:
         NotImplementedError: a style does not fit its module.
-        RuntimeError: a module has a style already.
+        RuntimeError: a module has a style already, or is given two.
         TypeError: a plan that is neither a style nor a dict of styles.
-        ValueError: a plan that would break a tie between parameters.
+        ValueError: a plan that would break a tie between parameters, or a mesh of several axes.
     """
     if parallelize_plan is None or not isinstance(parallelize_plan, (ParallelStyle, dict)):
         return torch_parallel.parallelize_module(
@@ -74,25 +92,30 @@ def parallelize_module(
                 f"Expected a ParallelStyle for {pattern!r}, got {type(style).__name__} "
                 f"(parallelize_module)."
             )
-        matched = [_Planned(path, found, style) for path, found in _matching(module, pattern)]
+        # By id, so that a module found by two paths is parallelized once.
+        matched = {
+            id(found): _Planned(path, found, style) for path, found in _matching(module, pattern)
+        }
         if not matched:  # torch warns that the pattern leads nowhere
             torch_parallel.parallelize_module(
                 module, device_mesh, {pattern: style}, src_data_rank=src_data_rank
             )
-        planned.extend(matched)
+        planned.extend(matched.values())
     for path, found, style in planned:
         check_applicable(style, found, path)
+    _check_one_style_each(planned)
+    _check_mesh(device_mesh, planned)
     ties = _ties(module)
     _check_ties(ties, planned)
     for _, found, style in planned:
         torch_parallel.parallelize_module(found, device_mesh, style, src_data_rank=src_data_rank)
     for uses in ties:
-        _tie_again(uses)
+        _tie_again(uses, planned)
     return module
 
 
 def _matching(module: nn.Module, pattern: str, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Submodules whose path matches ``pattern``, part by part, each module once."""
+    """Submodules whose path matches ``pattern``, part by part."""
     if pattern == "":
         yield path, module
         return
@@ -112,33 +135,65 @@ def _ties(module: nn.Module) -> list[list[_Use]]:
     return [places for places in uses.values() if len(places) > 1]
 
 
+def _check_one_style_each(planned: list[_Planned]) -> None:
+    """Refuses a plan that gives a module two styles, of which the second would fail."""
+    first: dict[int, _Planned] = {}
+    for entry in planned:
+        if not distributes_parameters(entry.style):
+            continue
+        other = first.setdefault(id(entry.module), entry)
+        if other is not entry:
+            raise RuntimeError(
+                f"Expected one parallel style for module {entry.path!r}, got "
+                f"{type(other.style).__name__} and {type(entry.style).__name__} "
+                f"(parallelize_module). Narrow a pattern of the plan, or leave one entry out."
+            )
+
+
+def _check_mesh(mesh: DeviceMesh | None, planned: list[_Planned]) -> None:
+    needs_one_axis = [
+        entry
+        for entry in planned
+        if distributes_parameters(entry.style) or isinstance(entry.style, _PREPARE_STYLES)
+    ]
+    if mesh is not None and mesh.ndim != 1 and needs_one_axis:
+        path, _, style = needs_one_axis[0]
+        raise ValueError(
+            f"Expected a 1-D mesh, got {mesh} ({type(style).__name__} on module {path!r}). "
+            f"Pass its tensor parallel axis, as in mesh['tp']."
+        )
+
+
 def _check_ties(ties: list[list[_Use]], planned: list[_Planned]) -> None:
     """Refuses a plan under which a shared parameter could not stay one parameter."""
     for uses in ties:
         outcomes = [_outcome(use, planned) for use in uses]
-        if all(outcome == outcomes[0] for outcome in outcomes):
-            continue
-        listing = ", ".join(
-            f"{'.'.join(filter(None, (use.path, use.name)))}: {outcome}"
-            for use, outcome in zip(uses, outcomes, strict=True)
-        )
-        raise ValueError(
-            f"Expected tied parameters to be sharded alike, got {listing} (parallelize_module). "
-            f"Give all modules that share the parameter styles that shard the same dim (Rowwise "
-            f"for an Embedding with Colwise for the output Linear), or untie them first."
-        )
+        known = [outcome for outcome in outcomes if isinstance(outcome, Placement)]
+        listing = ", ".join(f"{use}: {out}" for use, out in zip(uses, outcomes, strict=True))
+        if any(outcome != known[0] for outcome in known):
+            raise ValueError(
+                f"Expected tied parameters to be sharded alike, got {listing} "
+                f"(parallelize_module). Give all modules that share the parameter styles that "
+                f"shard the same dim (Rowwise for an Embedding with Colwise for the output "
+                f"Linear), or untie them first."
+            )
+        if known and _NOT_PLANNED in outcomes:
+            warnings.warn(
+                f"Expected a style for all modules that share a parameter, got {listing} "
+                f"(parallelize_module). They share the DTensor from now on: give the others a "
+                f"style that shards the same dim before they run, or untie them first.",
+                stacklevel=3,
+            )
 
 
 def _outcome(use: _Use, planned: list[_Planned]) -> Placement | str:
-    """What the plan makes of a parameter at one of its places."""
+    """What the plan makes of a parameter at one of its places, as far as can be told."""
     for path, target, style in planned:
-        inside = path == use.path or path == "" or use.path.startswith(path + ".")
-        if not inside:
+        inside = path in ("", use.path) or use.path.startswith(path + ".")
+        if not inside or isinstance(style, _PREPARE_STYLES):
             continue
         if isinstance(style, torch_parallel.SequenceParallel):
             return Replicate()
-        if target is not use.module:
-            continue
         embedding = isinstance(target, nn.Embedding)
         if isinstance(style, torch_parallel.ColwiseParallel):
             return Shard(1) if embedding else Shard(0)
@@ -146,13 +201,19 @@ def _outcome(use: _Use, planned: list[_Planned]) -> Placement | str:
             if use.name == "bias":
                 return Replicate()
             return Shard(0) if embedding else Shard(1)
-    return "not in the plan"
+        return f"up to {type(style).__name__}"
+    return _NOT_PLANNED
 
 
-def _tie_again(uses: list[_Use]) -> None:
-    first, *others = uses
-    parameter = first.module._parameters[first.name]
-    for use in others:
-        other = use.module._parameters[use.name]
-        if isinstance(parameter, DTensor) and isinstance(other, DTensor):
-            use.module.register_parameter(use.name, parameter)
+def _tie_again(uses: list[_Use], planned: list[_Planned]) -> None:
+    """Registers what a shared parameter has become wherever it was registered."""
+    made = next((use.parameter for use in uses if isinstance(use.parameter, DTensor)), None)
+    if made is None:
+        return
+    for use in uses:
+        if isinstance(use.parameter, DTensor):
+            same = use.parameter.placements == made.placements
+        else:
+            same = _outcome(use, planned) == _NOT_PLANNED
+        if same:
+            use.module.register_parameter(use.name, made)

@@ -2,6 +2,7 @@
 
 Names, arguments, defaults and semantics are torch's, and so are the parameters: plain DTensors.
 Under ``torch.compile`` the boundaries are torch's own; the compiler schedules the collectives.
+So they are while one process simulates many ranks (torch's ``LocalTensorMode``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed.tensor.parallel as torch_parallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
@@ -27,6 +28,7 @@ from parallel_styles.boundaries import (
     prepare_layer_output,
 )
 from pending_dtensor.hyper_dtensor import as_hyper
+from pending_dtensor.torch_compat import is_tracing
 
 
 class ColwiseParallel(torch_parallel.ColwiseParallel):
@@ -163,8 +165,9 @@ class SequenceParallel(torch_parallel.SequenceParallel):
 
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         for parameter_name, parameter in list(module.named_parameters(recurse=False)):
-            replicated = DTensor.from_local(
-                parameter.detach(), device_mesh, [Replicate()], run_check=False
+            # As torch, takes each rank's own data, whatever src_data_rank: norms start as ones.
+            replicated = distribute_tensor(
+                parameter.detach(), device_mesh, [Replicate()], src_data_rank=None
             )
             module.register_parameter(
                 parameter_name, nn.Parameter(replicated, requires_grad=parameter.requires_grad)
@@ -176,19 +179,24 @@ class SequenceParallel(torch_parallel.SequenceParallel):
         def prepare_input(
             mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
-            first = first_input(self, mod, args, kwargs)
-            shape = first.shape
-
-            def convert(tensor: torch.Tensor) -> torch.Tensor:
-                if tensor.shape != shape:
-                    return tensor
-                if torch.compiler.is_compiling():
-                    return torch_parallel.SequenceParallel._prepare_input_fn(
+            def shard(tensor: torch.Tensor) -> DTensor:
+                if is_tracing():
+                    return self._prepare_input_fn(
                         self.sequence_sharding, mod, (tensor,), device_mesh
                     )
                 return as_layout(
                     tensor, device_mesh, self.sequence_sharding, async_op=self.async_op
                 )
+
+            first = first_input(self, mod, args, kwargs)
+            first_sharded = shard(first)
+            shape, local_shape = first_sharded.shape, first_sharded._local_tensor.shape
+
+            def convert(tensor: torch.Tensor) -> torch.Tensor:
+                if tensor is first:
+                    return first_sharded
+                alike = shape if isinstance(tensor, DTensor) else local_shape
+                return shard(tensor) if tensor.shape == alike else tensor
 
             return tree_map_only(torch.Tensor, convert, (args, kwargs))
 
@@ -215,7 +223,9 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
     it with their matmul, and share it. Nothing else may read the input then.
 
     Raises:
-        ValueError: layouts of different lengths, or ``defer`` with ``use_local_output``.
+        AssertionError: layouts of different lengths, as in torch.
+        ValueError: ``defer`` with ``use_local_output``; at call, another number of inputs than of
+            layouts.
         TypeError: at call, for an input with a layout that is no tensor.
     """
 
@@ -234,8 +244,6 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
                 "Expected use_local_output=False with defer=True, got True (PrepareModuleInput). A "
                 "deferred gather can be read by an MC2 layer only, which wants the DTensor."
             )
-        _check_lengths("input_layouts", input_layouts, desired_input_layouts)
-        _check_lengths("input_kwarg_layouts", input_kwarg_layouts, desired_input_kwarg_layouts)
         super().__init__(
             input_layouts=input_layouts,
             desired_input_layouts=desired_input_layouts,
@@ -252,7 +260,7 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         input_layout: Placement | None,
         desired_layout: Placement | None,
     ) -> Any:
-        if torch.compiler.is_compiling():
+        if is_tracing():
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         if input_layout is None:
             return input
@@ -272,26 +280,13 @@ class PrepareModuleOutput(torch_parallel.PrepareModuleOutput):
     ``output_layouts`` says of plain tensors.
 
     Raises:
-        ValueError: layouts of different lengths, or another number of outputs than of layouts.
+        AssertionError: layouts of different lengths, as in torch.
+        ValueError: at call, for another number of outputs than of layouts.
         TypeError: at call, for an output with a layout that is no tensor.
     """
 
-    def __init__(
-        self,
-        *,
-        output_layouts: Placement | tuple[Placement | None, ...],
-        desired_output_layouts: Placement | tuple[Placement, ...],
-        use_local_output: bool = True,
-    ) -> None:
-        _check_lengths("output_layouts", output_layouts, desired_output_layouts)
-        super().__init__(
-            output_layouts=output_layouts,
-            desired_output_layouts=desired_output_layouts,
-            use_local_output=use_local_output,
-        )
-
     def _prepare_out_fn(self, outputs: Any, device_mesh: DeviceMesh) -> Any:
-        if torch.compiler.is_compiling():
+        if is_tracing():
             return super()._prepare_out_fn(outputs, device_mesh)
         listed = outputs if isinstance(outputs, tuple) else (outputs,)
         if len(listed) != len(self.output_layouts):
@@ -339,6 +334,14 @@ class PrepareModuleInputOutput(torch_parallel.PrepareModuleInputOutput):
         )
 
 
+_LAYER_STYLES = (torch_parallel.ColwiseParallel, torch_parallel.RowwiseParallel)
+
+
+def distributes_parameters(style: ParallelStyle) -> bool:
+    """Whether it is a style that a module can have one of: it turns parameters into DTensors."""
+    return isinstance(style, (*_LAYER_STYLES, torch_parallel.SequenceParallel))
+
+
 def check_applicable(style: ParallelStyle, module: nn.Module, path: str = "") -> None:
     """Says whether a style fits a module, before anything is changed.
 
@@ -353,32 +356,16 @@ def check_applicable(style: ParallelStyle, module: nn.Module, path: str = "") ->
     """
     name = type(style).__name__
     at = f"module {path!r}" if path else "the module"
-    layer_style = isinstance(
-        style, (torch_parallel.ColwiseParallel, torch_parallel.RowwiseParallel)
-    )
+    layer_style = isinstance(style, _LAYER_STYLES)
     if layer_style and not isinstance(module, (nn.Linear, nn.Embedding)):
         raise NotImplementedError(
             f"Expected an nn.Linear or nn.Embedding, got {type(module).__name__} ({name} on {at}). "
             f"Name the Linear or Embedding inside it, or write a ParallelStyle for it."
         )
-    shards = layer_style or isinstance(style, torch_parallel.SequenceParallel)
-    if shards and getattr(module, "_distribute_module_applied", False):
+    if distributes_parameters(style) and getattr(module, "_distribute_module_applied", False):
         raise RuntimeError(
             f"Expected a module without a parallel style, got a {type(module).__name__} that has "
             f"one already ({name} on {at}). Give each module one style, once."
-        )
-
-
-def _check_lengths(name: str, given: Any, desired: Any) -> None:
-    def length(layouts: Any) -> int:
-        return 1 if isinstance(layouts, Placement) else len(layouts)
-
-    if given is None:
-        return
-    if desired is None or length(given) != length(desired):
-        raise ValueError(
-            f"Expected {name} and desired_{name} of the same length, got {given} and {desired}. "
-            f"Give None for a tensor to leave alone."
         )
 
 
@@ -396,11 +383,13 @@ def _parallelize_layer(
         mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         tensor = first_input(style, mod, args, kwargs)
-        if torch.compiler.is_compiling():
+        if is_tracing():
             moved = style._prepare_input_fn(input_layouts, desired, mod, (tensor,), mesh)
         else:
             moved = as_layout(tensor, mesh, input_layouts, desired, async_op=style.async_op)
-        return (moved, *args[1:]) if args else args, kwargs if args else {**kwargs, "input": moved}
+        if args:
+            return (moved, *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): moved}
 
     prepare_output = prepare_layer_output(style, mesh)
     return attach_style(style, module, mesh, partition, prepare_input, prepare_output)
