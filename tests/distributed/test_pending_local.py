@@ -1205,7 +1205,7 @@ def test_read_from_several_threads(ctx: RankContext) -> None:
 
 
 EXITS = """
-    import atexit, os, sys, traceback
+    import os, sys
     from datetime import timedelta
 
     import torch
@@ -1231,18 +1231,15 @@ EXITS = """
         global kept
         kept = values(3)
 
-    def kept_in_a_local_of_main():
+    def kept_in_a_cycle():
         here = values(3)
+        here.append(here)
         sys.exit(3)
 
     def exception():
         global kept
         kept = values(3)
         raise ValueError("of the user")
-
-    def cycle():
-        here = values(3)
-        here.append(here)
 
     def destroyed_then_exit():
         global kept
@@ -1253,13 +1250,9 @@ EXITS = """
         global kept
         kept = values(2)
         dist.destroy_process_group()
-        print(kept[0].to_local().sum().item())
-
-    def destroyed_then_dropped():
-        here = values(2)
-        dist.destroy_process_group()
-        del here
-        print(work_registry_size())
+        dropped = kept.pop()
+        del dropped
+        print(work_registry_size(), kept[0].to_local().sum().item(), work_registry_size())
 
     def run(scenario):
         store = dist.FileStore(f"{os.environ['SCRIPT_STORE']}_{scenario.__name__}", 2)
@@ -1271,8 +1264,8 @@ EXITS = """
 
     children = {}
     for scenario in (
-        torch_does_it, normal_exit, kept_in_a_local_of_main, exception, cycle,
-        destroyed_then_exit, destroyed_then_read, destroyed_then_dropped,
+        torch_does_it, normal_exit, kept_in_a_cycle, exception, destroyed_then_exit,
+        destroyed_then_read,
     ):
         read_end, write_end = os.pipe()
         child = os.fork()
@@ -1299,17 +1292,15 @@ def test_the_end_of_a_process_that_read_nothing() -> None:
         assert end.exit_code == 0, end.stderr
         assert end.stderr == ""
         lines = dict(line.split(": ", 1) for line in end.stdout.splitlines())
-        assert len(lines) == 8
+        assert len(lines) == 6
         torchs = lines.pop("torch_does_it")
         assert "unwaited collective calls" in torchs  # the control
         assert all("unwaited" not in line for line in lines.values())
         assert lines.pop("normal_exit") == "0: ''"
-        assert lines.pop("kept_in_a_local_of_main") == "3: ''"
+        assert lines.pop("kept_in_a_cycle") == "3: ''"
         exception = lines.pop("exception")
         assert exception.startswith("1: ")
         assert "ValueError: of the user" in exception
         assert exception.count("Traceback") == 1
-        assert lines.pop("cycle") == "0: ''"
         assert lines.pop("destroyed_then_exit") == "0: ''"
-        assert lines.pop("destroyed_then_read") == "0: '2000.0\\n'"
-        assert lines.pop("destroyed_then_dropped") == "0: '0\\n'"
+        assert lines.pop("destroyed_then_read") == "0: '1 2000.0 0\\n'"
