@@ -1,0 +1,316 @@
+"""What a fused kernel is: two operations on local tensors, and reasons why it cannot run.
+
+[Note: no autograd in kernels]
+The operations have no gradient formula. They are the *parts* of the formulas one layer up, where
+forward and backward of a linear are each written as one of the two operations; a kernel that
+differentiated itself would launch a collective of its own in backward. Calling one where autograd
+would record it is an error.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+
+from mc2.errors import MC2ConstraintError
+from mc2.kernel_ops import blocked_time
+from mc2.row_layout import RowLayout
+
+Operation = Literal["all_gather_matmul", "matmul_reduce_scatter"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+
+Chunks = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What one call of a kernel did, for the log.
+
+    Attributes:
+        kernel: its name.
+        chunks: the most pieces that the rows of one rank were cut into; 1 means uncut.
+        steps: communication calls it made; 1 means a single collective.
+        blocked_s: seconds the host was blocked on communication; 0 where streams wait instead.
+    """
+
+    kernel: str
+    chunks: int
+    steps: int
+    blocked_s: float
+
+    def __str__(self) -> str:
+        return f"{self.kernel} chunks={self.chunks} steps={self.steps}"
+
+
+class GatheredMatmul(NamedTuple):
+    """Result of `Kernel.all_gather_matmul`."""
+
+    outs: list[torch.Tensor]
+    gathered: torch.Tensor | None
+    report: KernelReport
+
+
+class ScatteredMatmul(NamedTuple):
+    """Result of `Kernel.matmul_reduce_scatter`."""
+
+    out: torch.Tensor
+    report: KernelReport
+
+
+class Schedule(NamedTuple):
+    """How a kernel is going to run one call."""
+
+    chunks: int
+    steps: int
+    extra_args: tuple[Any, ...] = ()  # what its op takes besides the common arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallFacts:
+    """What is known of a call, or of all calls of a layer; None and () stand for "not known yet".
+
+    Everything here must be the same on every rank, so that every rank finds the same reasons.
+
+    Attributes:
+        ranks: ranks in the group.
+        contractions: the contraction K of each matmul (summed where terms are added up).
+        dtypes: dtypes of all operands.
+        layout: rows of the activation.
+        group: the process group.
+        chunks: what the caller asked for.
+    """
+
+    ranks: int | None = None
+    contractions: tuple[int, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    layout: RowLayout | None = None
+    group: dist.ProcessGroup | None = None
+    chunks: Chunks = "auto"
+
+
+class Kernel(ABC):
+    """One way to run the two operations. Stateless but for what `prepare` keeps per group.
+
+    A kernel defines its two ops with `mc2.kernel_ops`, and answers the questions below. Checking,
+    calling and reporting are done here, alike for all.
+    """
+
+    name: str
+    ops: Mapping[Operation, Any]  # the torch.ops.mc2 op of each operation
+
+    def prepare(self, group: dist.ProcessGroup) -> None:  # noqa: B027 - most have nothing to do
+        """Sets up what the kernel needs of ``group``. Collective: call it on every rank alike."""
+
+    def environment_reasons(self) -> list[str]:
+        """Why the kernel cannot run on this machine, whatever is asked of it."""
+        return []
+
+    @abstractmethod
+    def constraint_reasons(self, op: Operation, facts: CallFacts) -> list[str]:
+        """Why the kernel cannot run ``op``, as far as ``facts`` are known."""
+
+    @abstractmethod
+    def schedule(self, layout: RowLayout, message: torch.Tensor, chunks: Chunks) -> Schedule:
+        """Decides how to run a call, from facts that are the same on every rank.
+
+        Args:
+            layout: rows of the activation.
+            message: a tensor with the feature count and dtype of what is communicated.
+            chunks: what the caller asked for.
+        """
+
+    @abstractmethod
+    def op_group(self, group: dist.ProcessGroup) -> str:
+        """The string by which the kernel's ops know ``group``."""
+
+    def reasons_not_supported(self, op: Operation, facts: CallFacts) -> list[str]:
+        """Every reason why ``op`` cannot run; empty if it can, as far as ``facts`` are known."""
+        reasons = self.environment_reasons()
+        if op not in OPERATIONS:
+            reasons.append(f"Expected an operation out of {', '.join(OPERATIONS)}, got {op!r}.")
+        if len(set(facts.dtypes)) > 1:
+            reasons.append(f"Expected operands of one dtype, got {_join(facts.dtypes)}.")
+        if facts.chunks != "auto" and (type(facts.chunks) is not int or facts.chunks < 1):
+            reasons.append(f'Expected chunks "auto" or an int >= 1, got {facts.chunks!r}.')
+        if facts.layout is not None and facts.group is not None:
+            expected, actual = (facts.layout.ranks, facts.layout.rank), _size_and_rank(facts.group)
+            if expected != actual:
+                reasons.append(
+                    f"Expected a layout for the group, got (ranks, rank) {expected} for a group of "
+                    f"{actual}. Lay the rows out over the mesh axis of this group."
+                )
+        return reasons + self.constraint_reasons(op, facts)
+
+    def all_gather_matmul(
+        self,
+        shard: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        layout: RowLayout,
+        group: dist.ProcessGroup,
+        *,
+        gather_output: bool = True,
+        chunks: Chunks = "auto",
+    ) -> GatheredMatmul:
+        """Gathers rows and multiplies them by one or more weights (see the note on autograd).
+
+        Equal to::
+
+            gathered = all_gather(shard)  # in global row order
+            outs = [gathered @ weight for weight in weights]
+
+        Shapes:
+            shard ``(m_r, K)``, weights ``(K, N_i)``; outs ``(M, N_i)``, gathered ``(M, K)``.
+
+        Args:
+            shard: this rank's rows, in local order (outer, sequence, inner).
+            weights: the operands that share the one gather. N_i may differ between ranks.
+            layout: the rows.
+            group: the ranks, in the order of ``layout.sizes``.
+            gather_output: whether the gathered tensor is wanted.
+            chunks: pieces for each rank's rows, of kernels that cut.
+
+        Returns:
+            outs and gathered in global row order, and a report. ``gathered`` is None if it was not
+            asked for. It is ``shard`` itself on one rank.
+
+        Raises:
+            MC2ConstraintError: the kernel cannot run this; nothing was communicated.
+        """
+        facts = CallFacts(
+            ranks=layout.ranks,
+            contractions=tuple(weight.shape[0] for weight in weights[:1]),
+            dtypes=(shard.dtype, *(weight.dtype for weight in weights)),
+            layout=layout,
+            group=group,
+            chunks=chunks,
+        )
+        operands = [(shard, layout.local_rows, weight) for weight in weights]
+        self._require("all_gather_matmul", facts, operands)
+        keep = gather_output and layout.ranks > 1
+        schedule = self.schedule(layout, shard, chunks)
+        with blocked_time() as blocked:
+            gathered, *outs = self.ops["all_gather_matmul"](
+                shard.contiguous(),
+                list(weights),
+                layout.outer,
+                layout.sizes,
+                layout.inner,
+                layout.rank,
+                keep,
+                self.op_group(group),
+                *schedule.extra_args,
+            )
+        if not keep:
+            gathered = shard if gather_output else None
+        report = KernelReport(self.name, schedule.chunks, schedule.steps, blocked.seconds)
+        return GatheredMatmul(outs, gathered, report)
+
+    def matmul_reduce_scatter(
+        self,
+        terms: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        layout: RowLayout,
+        group: dist.ProcessGroup,
+        *,
+        chunks: Chunks = "auto",
+    ) -> ScatteredMatmul:
+        """Sums matmuls over terms and ranks, each rank keeping its rows (see the note on autograd).
+
+        Equal to::
+
+            out = reduce_scatter(sum(x @ weight for x, weight in terms))
+
+        Shapes:
+            x ``(M, K_i)``, weight ``(K_i, N)``; out ``(m_r, N)``.
+
+        Args:
+            terms: pairs (x, weight), x in global row order. K_i may differ between ranks.
+            layout: the rows.
+            group: the ranks, in the order of ``layout.sizes``.
+            chunks: pieces for each rank's rows, of kernels that cut.
+
+        Returns:
+            This rank's rows of the sum, in local order, and a report.
+
+        Raises:
+            MC2ConstraintError: the kernel cannot run this; nothing was communicated.
+        """
+        facts = CallFacts(
+            ranks=layout.ranks,
+            contractions=(sum(weight.shape[0] for _, weight in terms),),
+            dtypes=tuple(operand.dtype for term in terms for operand in term),
+            layout=layout,
+            group=group,
+            chunks=chunks,
+        )
+        operands = [(x, layout.rows, weight) for x, weight in terms]
+        self._require("matmul_reduce_scatter", facts, operands)
+        schedule = self.schedule(layout, terms[0][1], chunks)
+        with blocked_time() as blocked:
+            out = self.ops["matmul_reduce_scatter"](
+                [x.contiguous() for x, _ in terms],
+                [weight for _, weight in terms],
+                layout.outer,
+                layout.sizes,
+                layout.inner,
+                layout.rank,
+                self.op_group(group),
+                *schedule.extra_args,
+            )
+        report = KernelReport(self.name, schedule.chunks, schedule.steps, blocked.seconds)
+        return ScatteredMatmul(out, report)
+
+    def operand_reasons(self, x: torch.Tensor, weight: torch.Tensor) -> list[str]:
+        """Further reasons against a pair of operands that have fitting shapes."""
+        return []
+
+    def _require(
+        self,
+        op: Operation,
+        facts: CallFacts,
+        operands: Sequence[tuple[torch.Tensor, int, torch.Tensor]],
+    ) -> None:
+        """Raises with every reason against a call on ``operands``: x, rows it must have, weight."""
+        reasons = self.reasons_not_supported(op, facts)
+        if not operands:
+            reasons.append("Expected at least one weight, got none.")
+        for x, rows, weight in operands:
+            reasons += _shape_reasons(x, rows, weight) or self.operand_reasons(x, weight)
+        if reasons:
+            raise MC2ConstraintError(describe_reasons(self.name, op, reasons))
+        tensors = (tensor for x, _, weight in operands for tensor in (x, weight))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise RuntimeError(
+                f"Expected no autograd around a kernel, got operands that require grad ({op} of "
+                f"kernel {self.name!r}). Call it inside an autograd.Function or torch.no_grad()."
+            )
+
+
+def describe_reasons(kernel: str, op: str, reasons: Sequence[str]) -> str:
+    """One message for all reasons why a kernel cannot run."""
+    lines = "\n".join(f"  - {reason}" for reason in dict.fromkeys(reasons))
+    return f"Kernel {kernel!r} cannot run {op}:\n{lines}"
+
+
+def _shape_reasons(x: torch.Tensor, rows: int, weight: torch.Tensor) -> list[str]:
+    if x.dim() != 2 or weight.dim() != 2:
+        shapes = f"{tuple(x.shape)} and {tuple(weight.shape)}"
+        return [f"Expected 2-D by 2-D operands, got shapes {shapes}. Flatten the rows first."]
+    reasons = []
+    if x.shape[0] != rows:
+        reasons.append(f"Expected {rows} rows by the layout, got {x.shape[0]}.")
+    if x.shape[1] != weight.shape[0]:
+        reasons.append(f"Expected equal contractions, got {x.shape[1]} and {weight.shape[0]}.")
+    return reasons
+
+
+def _size_and_rank(group: dist.ProcessGroup) -> tuple[int, int]:
+    return group.size(), group.rank()
+
+
+def _join(values: Sequence[object]) -> str:
+    return ", ".join(str(value) for value in dict.fromkeys(values))

@@ -1,0 +1,64 @@
+"""Gathering and reducing rows by one functional collective, whatever the layout."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from mc2.kernel_ops import wait_tensor
+from mc2.row_layout import RowLayout
+
+_functional = torch.ops._c10d_functional
+
+
+def gather_rows(shard: torch.Tensor, layout: RowLayout, group_name: str) -> torch.Tensor:
+    """All ranks' rows in global order, ``(m_r, F) -> (M, F)``, by one all-gather.
+
+    Uneven rows are padded to those of the rank that has most. One copy, unless even and rank-major.
+    """
+    features = shard.shape[1]
+    if layout.rows * features == 0:
+        return shard.new_empty(layout.rows, features)
+    segment, longest = (
+        size * layout.inner for size in (layout.sizes[layout.rank], max(layout.sizes))
+    )
+    padded = _pad(shard.view(layout.outer, segment, features), longest)
+    gathered = wait_tensor(
+        _functional.all_gather_into_tensor(padded.contiguous(), layout.ranks, group_name)
+    )
+    if layout.is_even and layout.is_rank_major:
+        return gathered.view(layout.rows, features)
+    by_rank = gathered.view(layout.ranks, layout.outer, longest, features)
+    segments = [
+        segments[:, : size * layout.inner]
+        for segments, size in zip(by_rank, layout.sizes, strict=True)
+    ]
+    return torch.cat(segments, dim=1).view(layout.rows, features)
+
+
+def reduce_rows(partial: torch.Tensor, layout: RowLayout, group_name: str) -> torch.Tensor:
+    """This rank's rows of the sum over ranks, ``(M, F) -> (m_r, F)``, by one reduce-scatter.
+
+    Uneven rows are padded to those of the rank that has most. One copy, unless even and rank-major.
+    """
+    features = partial.shape[1]
+    if layout.rows * features == 0:
+        return partial.new_empty(layout.local_rows, features)
+    longest = max(layout.sizes) * layout.inner
+    if layout.is_even and layout.is_rank_major:
+        by_rank = partial
+    else:
+        segments = [_pad(layout.segments(partial, rank), longest) for rank in range(layout.ranks)]
+        by_rank = torch.cat(segments).view(-1, features)
+    reduced = wait_tensor(
+        _functional.reduce_scatter_tensor(by_rank, "sum", layout.ranks, group_name)
+    )
+    segment = layout.sizes[layout.rank] * layout.inner
+    padded = reduced.view(layout.outer, longest, features)
+    return padded[:, :segment].reshape(layout.local_rows, features)
+
+
+def _pad(segments: torch.Tensor, rows: int) -> torch.Tensor:
+    """Appends rows of zeros to each segment of ``(outer, rows, F)``."""
+    missing = rows - segments.shape[1]
+    return F.pad(segments, (0, 0, 0, missing)) if missing else segments

@@ -1,0 +1,32 @@
+"""Every private torch name this package uses, in one file, as read in torch 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def resolve_group(group_name: str) -> dist.ProcessGroup:
+    """The process group registered under ``group_name``.
+
+    Raises:
+        RuntimeError: there is none, or no longer.
+    """
+    try:
+        return torch._C._distributed_c10d._resolve_process_group(group_name)
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"Expected a process group to be alive, got {group_name!r}, which was destroyed or "
+            f"never made (fused kernel). Make a new DeviceMesh after init_process_group and apply "
+            f"the styles again."
+        ) from error
+
+
+def group_backend(group: dist.ProcessGroup, device_type: str) -> Any:
+    """What runs the collectives of ``group`` on tensors of ``device_type``, or None."""
+    try:
+        return group._get_backend(torch.device(device_type))
+    except RuntimeError:
+        return None
