@@ -186,7 +186,8 @@ def reduce_scatter(
     else:
 
         def finish(buffer: torch.Tensor) -> torch.Tensor:
-            return buffer.narrow(dim, 0, sizes[axis.rank]).contiguous()
+            # The view gives sizes of 1 the strides that the wrapper tells.
+            return buffer.narrow(dim, 0, sizes[axis.rank]).contiguous().view(shape)
 
     source = local if summand.data_ptr() == local.data_ptr() else None
     launch = Launch("reduce_scatter", axis.group, buffer, finish, source, event)

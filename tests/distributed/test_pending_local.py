@@ -10,7 +10,6 @@ import operator
 import os
 import pickle
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.common.distributed_launcher import IN_RANK_PROCESS, RankContext, on_ranks
+from tests.common.exact import by_name, same
 from tests.common.late_ranks import ahead
 from tests.common.script_on_ranks import run_script_on_ranks
 
@@ -69,43 +69,6 @@ def started(ctx: RankContext, count: int, value: torch.Tensor | None = None) -> 
     """``count`` values in flight, on rank 0 certainly unfinished when this returns."""
     value = whole() if value is None else value
     return ahead(ctx, lambda: [gathering(ctx, value.clone()) for _ in range(count)], all_in_flight)
-
-
-def same(got: Any, expected: Any) -> None:
-    """Equal plain data: tensors bitwise, with dtype, shape and stride."""
-    if isinstance(expected, torch.Tensor):
-        assert isinstance(got, torch.Tensor)
-        if isinstance(got, PendingLocal):
-            got = got.wait()
-        assert (got.dtype, got.shape, got.stride()) == (
-            expected.dtype,
-            expected.shape,
-            expected.stride(),
-        )
-        assert got.requires_grad == expected.requires_grad
-        if not expected.is_meta:
-            assert torch.equal(got, expected)
-    elif isinstance(expected, (list, tuple)):
-        assert len(got) == len(expected)
-        for one, other in zip(got, expected, strict=True):
-            same(one, other)
-    elif isinstance(expected, np.ndarray):
-        assert got.dtype == expected.dtype
-        assert np.array_equal(got, expected)
-    else:
-        assert type(got) is type(expected)
-        assert got == expected
-
-
-def by_name(cases: dict[str, Any], check: Callable[[str, Any], None]) -> None:
-    """Runs ``check`` for each case; the error names every case that failed."""
-    failures = []
-    for name, case in cases.items():
-        try:
-            check(name, case)
-        except Exception:
-            failures.append(f"case {name!r}: {traceback.format_exc(limit=-3)}")
-    assert not failures, "\n".join(failures)
 
 
 # --- reads
