@@ -1,1 +1,7 @@
-"""Fused communication and matmul kernels, and the rules that pick them."""
+"""Matmuls that run in one kernel with their collective: two fused rules, and the layer for them."""
+
+from mc2.errors import MC2ConstraintError
+from mc2.kernels import available_kernels, reasons_not_supported
+from mc2.linear import MC2Linear
+
+__all__ = ["MC2ConstraintError", "MC2Linear", "available_kernels", "reasons_not_supported"]

@@ -1,5 +1,6 @@
 """Tensor parallel styles that overlap communication with computation: change one import line."""
 
+from parallel_styles.mc2_styles import MC2ColwiseParallel, MC2RowwiseParallel
 from parallel_styles.parallelize import parallelize_module
 from parallel_styles.styles import (
     ColwiseParallel,
@@ -12,6 +13,8 @@ from parallel_styles.styles import (
 
 __all__ = [
     "ColwiseParallel",
+    "MC2ColwiseParallel",
+    "MC2RowwiseParallel",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",

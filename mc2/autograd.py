@@ -1,0 +1,228 @@
+"""The autograd functions of the two fused layers.
+
+Each rank holds: column, weight W (N / R, K) and bias (N / R,); row, weight W (N, K / R) and the
+whole bias (N,). X is the input, Y the output, d the gradient; seq(.) a sequence shard; rows M.
+
+    column   Y = gather(seq(X)) @ W.T + b                          all_gather_matmul
+             d seq(X) = scatter(sum over ranks of dY @ W)          matmul_reduce_scatter
+             dW = dY.T @ X,  db = sum of dY over the rows          local, X as gathered in forward
+    row      seq(Y) = scatter(sum over ranks of X @ W.T) + b       matmul_reduce_scatter
+             dX = gather(seq(dY)) @ W                              all_gather_matmul
+             dW = dY.T @ X,  db = sum of dY over the rows          local, dY as gathered for dX
+
+The gathers and reductions are not made here: they come and go as deferred values, and the
+redistributions before a column and after a row carry them, forward and backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mc2.deferred_matmul import DeferredMatmul, Term, defer_matmul
+from mc2.fused_calls import gather_matmul
+from mc2.options import FusionOptions
+from pending_dtensor.collectives import DeferredAllGather, all_reduce
+from pending_dtensor.hyper_dtensor import HyperDTensor
+from pending_dtensor.linear import LinearPlan, late_gradient, local_gradient
+from pending_dtensor.pending import PendingState
+from pending_dtensor.pending_local import PendingLocal, materialized
+
+
+class ColumnLinear(torch.autograd.Function):
+    """(deferred gather of the input, weight, bias, weight to save, plan, options) -> output.
+
+    Per rank and call it communicates (R - 1) / R of X forward and of dX backward. Saves the
+    gathered input (with ``regather``, its shard) if the weight needs a gradient, and the weight if
+    the input does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: HyperDTensor,
+        weight: DTensor,
+        bias: DTensor | None,
+        saved_weight: DTensor,
+        plan: LinearPlan,
+        options: FusionOptions,
+    ) -> HyperDTensor:
+        """See the class."""
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.options = plan, options
+        ctx.late = weight is not saved_weight
+        gathered = input._local_tensor
+        out = gather_matmul(gathered, materialized(weight._local_tensor).t(), options)
+        if bias is not None:
+            out += materialized(bias._local_tensor)
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        ctx.regather = None
+        saved_input = None
+        if needs_weight:
+            saved_input = input
+            if options.regather:
+                ctx.regather = _Regather.of(gathered)
+                saved_input = materialized(gathered.recipe.part)
+        ctx.save_for_backward(saved_weight if needs_input else None, saved_input)
+        return HyperDTensor(out, plan.out, requires_grad=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
+        """See the class."""
+        if grad is None:
+            return (None,) * 6
+        _refuse_double_backward()
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        weight, saved_input = ctx.saved_tensors
+        plan: LinearPlan = ctx.plan
+        options: FusionOptions = ctx.options
+        grad_out = local_gradient(grad, plan)
+        regathered = None
+        if ctx.regather is not None and needs_weight:
+            regathered = ctx.regather.start(saved_input)  # in flight while grad_input is made
+        grad_input = None
+        if needs_input:
+            term = Term(grad_out, materialized(weight._local_tensor))
+            recipe = DeferredMatmul([term], tuple(grad_out.shape[:-1]), options)
+            local = defer_matmul(recipe)
+            if options.column_backward == "overlap":
+                local = term.x.matmul(term.weight_t)
+            grad_input = HyperDTensor(local, plan.grad_input, requires_grad=False)
+        rows = grad_out.reshape(-1, grad_out.shape[-1])
+        grad_weight = grad_bias = None
+        if needs_weight:
+
+            def weight_gradient() -> torch.Tensor:
+                x = saved_input._local_tensor if regathered is None else regathered
+                x = materialized(x)
+                return rows.t().mm(x.reshape(-1, x.shape[-1]))
+
+            shape = (grad_out.shape[-1], plan.grad_input.shape[-1])
+            grad_weight = late_gradient(weight_gradient, plan.grad_weight, shape, ctx.late)
+        if needs_bias:
+            features = rows.shape[1:]
+            grad_bias = late_gradient(lambda: rows.sum(0), plan.grad_bias, features, ctx.late)
+        return grad_input, grad_weight, grad_bias, None, None, None
+
+
+class RowLinear(torch.autograd.Function):
+    """(input, weight, bias, plan, options) -> deferred output, Partial until it is reduced.
+
+    Per rank and call it communicates (R - 1) / R of Y forward and of dY backward. Saves the input
+    if the weight needs a gradient, and the weight if the input does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: HyperDTensor,
+        weight: DTensor,
+        bias: DTensor | None,
+        plan: LinearPlan,
+        options: FusionOptions,
+    ) -> HyperDTensor:
+        """See the class."""
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.options = plan, options
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(weight if needs_input else None, input if needs_weight else None)
+        x = materialized(input._local_tensor, "linear")
+        recipe = DeferredMatmul(
+            [Term(x, materialized(weight._local_tensor).t())],
+            tuple(x.shape[:-1]),
+            options,
+            None if bias is None else materialized(bias._local_tensor),
+            plan.bias_share,
+        )
+        return HyperDTensor(defer_matmul(recipe), plan.out, requires_grad=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
+        """See the class."""
+        if grad is None:
+            return (None,) * 5
+        _refuse_double_backward()
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        weight, input = ctx.saved_tensors
+        plan: LinearPlan = ctx.plan
+        gathered = grad._local_tensor
+        grad_input = grad_weight = grad_bias = None
+        if needs_bias and not needs_input and not needs_weight:
+            total = _summed_over_ranks(gathered)
+            grad_bias = DTensor(total, plan.grad_bias, requires_grad=False)
+            return None, None, grad_bias, None, None
+        if needs_input:
+            local = gather_matmul(gathered, materialized(weight._local_tensor), ctx.options)
+            grad_input = HyperDTensor(local, plan.grad_input, requires_grad=False)
+        if needs_weight or needs_bias:
+            if not needs_input:
+                gathered.start()  # there is no matmul to fuse the gather with
+            grad_out = materialized(gathered)
+            rows = grad_out.reshape(-1, grad_out.shape[-1])
+            if needs_weight:
+                x = materialized(input._local_tensor)
+                local = rows.t().mm(x.reshape(-1, x.shape[-1]))
+                grad_weight = DTensor(local, plan.grad_weight, requires_grad=False)
+            if needs_bias:
+                grad_bias = DTensor(rows.sum(0), plan.grad_bias, requires_grad=False)
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+class _Regather:
+    """The second gather of a column's input, one for all siblings that saved the same shard."""
+
+    def __init__(self, recipe: DeferredAllGather) -> None:
+        self._recipe = recipe
+        self._uses = 0
+        self._gathered: PendingLocal | None = None
+
+    @classmethod
+    def of(cls, gathered: PendingLocal) -> _Regather:
+        """The one that belongs to a gather."""
+        recipe = gathered.recipe
+        assert isinstance(recipe, DeferredAllGather)
+        shared = _regathers.get(recipe)
+        if shared is None:
+            again = DeferredAllGather(recipe.part, recipe.dim, recipe.axis, recipe.sizes)
+            shared = _regathers[recipe] = cls(again)
+        shared._uses += 1
+        return shared
+
+    def start(self, part: torch.Tensor) -> PendingLocal:
+        """Starts the gather at its first use; the last use lets go of it.
+
+        Args:
+            part: this rank's shard, as autograd saved it.
+        """
+        if self._gathered is None:
+            self._recipe.part = part
+            self._gathered = self._recipe.start()
+        gathered = self._gathered
+        self._uses -= 1
+        if self._uses == 0:
+            self._gathered = None
+        return gathered
+
+
+_regathers: weakref.WeakKeyDictionary[DeferredAllGather, _Regather] = weakref.WeakKeyDictionary()
+
+
+def _refuse_double_backward() -> None:
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "Expected create_graph=False, got True (backward of an MC2 layer). A fused kernel has "
+            "no second derivative; use ColwiseParallel and RowwiseParallel instead."
+        )
+
+
+def _summed_over_ranks(gathered: torch.Tensor) -> torch.Tensor:
+    """Sum over all rows of a deferred gather: R numbers a feature are sent, not the rows."""
+    recipe = gathered.recipe if isinstance(gathered, PendingLocal) else None
+    if isinstance(recipe, DeferredAllGather) and gathered.state is PendingState.DEFERRED:
+        part = materialized(recipe.part)
+        return all_reduce(part.reshape(-1, part.shape[-1]).sum(0), recipe.axis, "sum").materialize()
+    whole = materialized(gathered)
+    return whole.reshape(-1, whole.shape[-1]).sum(0)

@@ -1,0 +1,140 @@
+"""Calls of a kernel from deferred values: each checked first, and one event in the overlap log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor.placement_types import Placement
+
+from mc2.deferred_matmul import DeferredMatmul
+from mc2.errors import MC2ConstraintError
+from mc2.kernel_interface import KernelReport
+from mc2.kernels import get_kernel
+from mc2.options import FusionOptions
+from mc2.row_layout import RowLayout
+from mc2.torch_compat import resolve_group
+from pending_dtensor.collectives import Axis, DeferredAllGather, chunk_sizes
+from pending_dtensor.events import OverlapEvent, record_event
+from pending_dtensor.pending import PendingState
+from pending_dtensor.pending_local import PendingLocal, materialized
+
+
+def gather_matmul(
+    gathered: PendingLocal, weight_t: torch.Tensor, options: FusionOptions
+) -> torch.Tensor:
+    """Out = gathered @ weight_t, gathering in the same kernel if nobody has yet.
+
+    Args:
+        gathered: (*, K) a deferred gather, or one that a fused kernel has completed.
+        weight_t: (K, N).
+        options: the kernel to use.
+
+    Returns:
+        (*, N). ``gathered`` is complete afterwards, so that a sibling only multiplies.
+
+    Raises:
+        MC2ConstraintError: the kernel cannot do it, or ``gathered`` is neither; nothing was sent.
+    """
+    recipe = gathered.recipe
+    if not isinstance(recipe, DeferredAllGather) or gathered.is_view:
+        raise MC2ConstraintError(
+            f"Expected a whole deferred all_gather as input of a fused layer, got {gathered!r}. "
+            f"Redistribute for it with defer=True, or hand it the sequence shard."
+        )
+    lead = tuple(gathered.shape[:-1])
+    if gathered.state is PendingState.READY:
+        rows = gathered.materialize().reshape(-1, gathered.shape[-1])
+        return (rows @ weight_t).view(*lead, -1)
+    if gathered.state is not PendingState.DEFERRED:
+        raise MC2ConstraintError(
+            f"Expected a gather that was not started, got {gathered!r}: it runs unfused already. "
+            f"Do not call start() on what a fused layer shall read."
+        )
+    axis = recipe.axis
+    layout = RowLayout.from_shape(gathered.shape, recipe.dim, recipe.sizes, axis.rank)
+    part = materialized(recipe.part, "all_gather_matmul")
+    event = record_event(
+        "all_gather",
+        kernel=options.kernel,
+        shape=tuple(gathered.shape),
+        dtype=part.dtype,
+        message_elements=layout.max_rows * layout.ranks * part.shape[-1],
+        group=axis.group,
+    )
+    result = get_kernel(options.kernel).all_gather_matmul(
+        part.reshape(-1, part.shape[-1]),
+        [weight_t],
+        layout,
+        resolve_group(axis.group),
+        chunks=options.chunks,
+    )
+    _finish_event(event, result.report)
+    assert result.gathered is not None
+    gathered.complete(result.gathered.view(gathered.shape))
+    return result.outs[0].view(*lead, -1)
+
+
+def _finish_event(event: OverlapEvent | None, report: KernelReport) -> None:
+    """Notes what the kernel says of its call: readable at its end, blocked as long as it was."""
+    if event is not None:
+        event.begin_wait()
+        event.end_wait()
+        event.exposed_s = report.blocked_s
+        event.detail = str(report)
+
+
+def linear_reduce_scatter(
+    local: PendingLocal,
+    current: Placement,
+    target: Placement,
+    axis: Axis,
+    logical_shape: Sequence[int],
+) -> torch.Tensor:
+    """Rule B: Partial -> Shard of a deferred matmul.
+
+    Args:
+        local: the deferred matmul, (*, N) on every rank.
+        current: Partial("sum").
+        target: Shard of a sequence dim.
+        axis: the ranks to reduce over.
+        logical_shape: shape before the reduce-scatter.
+
+    Returns:
+        This rank's part of the reduced sum, bias added once.
+
+    Raises:
+        MC2ConstraintError: the kernel cannot do it; nothing was sent.
+    """
+    recipe = local.recipe
+    reasons = []
+    if not isinstance(recipe, DeferredMatmul) or local.is_view:
+        raise MC2ConstraintError(f"Expected a whole deferred matmul, got {local!r}.")
+    if current.reduce_op != "sum":
+        reasons.append(f"Expected a sum over ranks, got {current}.")
+    dim = target.dim
+    if dim >= len(logical_shape) - 1:
+        reasons.append(
+            f"Expected the output sharded on a sequence dim, got {target}, the features, of shape "
+            f"{tuple(logical_shape)}."
+        )
+    if reasons:
+        raise MC2ConstraintError(" ".join(reasons))
+    sizes = chunk_sizes(logical_shape[dim], axis.size)
+    layout = RowLayout.from_shape(local.shape, dim, sizes, axis.rank)
+    terms = [(term.rows(), term.weight_t) for term in recipe.terms]
+    options = recipe.options
+    event = record_event(
+        "reduce_scatter",
+        kernel=options.kernel,
+        shape=(*local.shape[:dim], sizes[axis.rank], *local.shape[dim + 1 :]),
+        dtype=local.dtype,
+        message_elements=layout.max_rows * layout.ranks * local.shape[-1],
+        group=axis.group,
+    )
+    result = get_kernel(options.kernel).matmul_reduce_scatter(
+        terms, layout, resolve_group(axis.group), chunks=options.chunks
+    )
+    _finish_event(event, result.report)
+    out = result.out.view(*local.shape[:dim], sizes[axis.rank], *local.shape[dim + 1 :])
+    return out if recipe.bias is None else out.add_(recipe.bias)
