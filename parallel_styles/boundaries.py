@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from pending_dtensor import HyperDTensor
+from pending_dtensor.consistency import checking
 from pending_dtensor.hyper_dtensor import as_hyper, local_to_hyper, take_local
 from pending_dtensor.torch_compat import is_tracing
 
@@ -88,16 +89,27 @@ def as_layout(
     desired: Layouts | None = None,
     *,
     async_op: bool,
+    module: nn.Module | None = None,
 ) -> HyperDTensor:
-    """``tensor`` as a HyperDTensor in ``desired``; ``layouts`` is what a plain tensor is in."""
+    """``tensor`` as a HyperDTensor in ``desired``; ``layouts`` is what a plain tensor is in.
+
+    ``module`` is named if `debug_consistency` finds that ranks hand it different tensors.
+    """
     if isinstance(tensor, DTensor):
         hyper = as_hyper(tensor)
         desired = desired or layouts
     else:
-        hyper = local_to_hyper(tensor, mesh, layouts, async_backward=async_op)
+        where = f"input of {module_name(module)}" if checking() else ""
+        hyper = local_to_hyper(tensor, mesh, layouts, async_backward=async_op, where=where)
     if desired is None or (hyper.device_mesh == mesh and _same_placements(hyper, desired)):
         return hyper
     return hyper.redistribute(mesh, desired, async_op=async_op)
+
+
+def module_name(module: nn.Module | None) -> str:
+    """A module's path in the model, as far as `parallelize_module` told, and its class."""
+    path = getattr(module, "_parallelized_as", "")
+    return f"module {path!r} ({type(module).__name__})" if path else type(module).__name__
 
 
 def _same_placements(tensor: DTensor, placements: Layouts) -> bool:

@@ -73,7 +73,9 @@ class MC2ColwiseParallel(ColwiseParallel):
                 source = shared_deferred_gather(
                     source,
                     (Replicate(),),
-                    lambda: as_layout(source, device_mesh, self.input_layouts, async_op=True),
+                    lambda: as_layout(
+                        source, device_mesh, self.input_layouts, async_op=True, module=mod
+                    ),
                 )
             return (source, *args[1:]), {}
 
@@ -129,7 +131,12 @@ class MC2RowwiseParallel(RowwiseParallel):
         ) -> tuple[Any, Any]:
             tensor = first_input(self, mod, args, kwargs)
             hyper = as_layout(
-                tensor, device_mesh, self.input_layouts, self.desired_input_layouts, async_op=True
+                tensor,
+                device_mesh,
+                self.input_layouts,
+                self.desired_input_layouts,
+                async_op=True,
+                module=mod,
             )
             return (hyper, *args[1:]), {}
 

@@ -107,7 +107,8 @@ def parallelize_module(
     _check_mesh(device_mesh, planned)
     ties = _ties(module)
     _check_ties(ties, planned)
-    for _, found, style in planned:
+    for path, found, style in planned:
+        found._parallelized_as = path
         torch_parallel.parallelize_module(found, device_mesh, style, src_data_rank=src_data_rank)
     for uses in ties:
         _tie_again(uses, planned)

@@ -185,7 +185,7 @@ class SequenceParallel(torch_parallel.SequenceParallel):
                         self.sequence_sharding, mod, (tensor,), device_mesh
                     )
                 return as_layout(
-                    tensor, device_mesh, self.sequence_sharding, async_op=self.async_op
+                    tensor, device_mesh, self.sequence_sharding, async_op=self.async_op, module=mod
                 )
 
             first = first_input(self, mod, args, kwargs)
@@ -386,7 +386,9 @@ def _parallelize_layer(
         if is_tracing():
             moved = style._prepare_input_fn(input_layouts, desired, mod, (tensor,), mesh)
         else:
-            moved = as_layout(tensor, mesh, input_layouts, desired, async_op=style.async_op)
+            moved = as_layout(
+                tensor, mesh, input_layouts, desired, async_op=style.async_op, module=mod
+            )
         if args:
             return (moved, *args[1:]), kwargs
         return args, {**kwargs, next(iter(kwargs)): moved}

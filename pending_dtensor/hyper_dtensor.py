@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, Placement
 
+from pending_dtensor.collectives import mesh_axis
+from pending_dtensor.consistency import check_consistent, checking
 from pending_dtensor.dispatch import OpDispatcher
 from pending_dtensor.errors import PlacementError
 from pending_dtensor.metadata_check import check_local_metadata
@@ -217,8 +219,12 @@ def local_to_hyper(
     stride: Sequence[int] | None = None,
     grad_placements: Sequence[Placement] | None = None,
     async_backward: bool = False,
+    where: str = "from_local",
 ) -> HyperDTensor:
-    """`HyperDTensor.from_local`; ``async_backward`` leaves the gradient's reduction in flight."""
+    """`HyperDTensor.from_local`; ``async_backward`` leaves the gradient's reduction in flight.
+
+    ``where`` is what `debug_consistency` calls the place if ranks disagree.
+    """
     if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
         raise TypeError(
             f"Expected a local torch.Tensor, got {type(local).__name__} (from_local). "
@@ -238,6 +244,11 @@ def local_to_hyper(
     )
     if mesh.device_type != local.device.type and not local.is_meta:
         local = local.to(mesh.device_type)
+    if checking():
+        size = tuple(local.shape) if shape is None else tuple(shape)
+        for axis in range(mesh.ndim):
+            group = mesh_axis(mesh, axis).group
+            check_consistent(where, group, shape=size, dtype=local.dtype, placements=placements)
     if run_check:
         local = check_local_metadata(local, spec, shape_given=shape is not None)
     grads = None if grad_placements is None else tuple(grad_placements)
