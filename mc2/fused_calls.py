@@ -15,6 +15,7 @@ from mc2.options import FusionOptions
 from mc2.row_layout import RowLayout
 from mc2.torch_compat import resolve_group
 from pending_dtensor.collectives import Axis, DeferredAllGather, chunk_sizes
+from pending_dtensor.consistency import check_consistent
 from pending_dtensor.events import OverlapEvent, record_event
 from pending_dtensor.pending import PendingState
 from pending_dtensor.pending_local import PendingLocal, materialized
@@ -54,6 +55,13 @@ def gather_matmul(
     axis = recipe.axis
     layout = RowLayout.from_shape(gathered.shape, recipe.dim, recipe.sizes, axis.rank)
     part = materialized(recipe.part, "all_gather_matmul")
+    check_consistent(
+        f"{options.kernel} all_gather_matmul",
+        axis.group,
+        shape=tuple(gathered.shape),
+        dim=recipe.dim,
+        dtype=part.dtype,
+    )
     event = record_event(
         "all_gather",
         kernel=options.kernel,
@@ -124,6 +132,13 @@ def linear_reduce_scatter(
     layout = RowLayout.from_shape(local.shape, dim, sizes, axis.rank)
     terms = [(term.rows(), term.weight_t) for term in recipe.terms]
     options = recipe.options
+    check_consistent(
+        f"{options.kernel} matmul_reduce_scatter",
+        axis.group,
+        shape=tuple(local.shape),
+        dim=dim,
+        dtype=local.dtype,
+    )
     event = record_event(
         "reduce_scatter",
         kernel=options.kernel,
