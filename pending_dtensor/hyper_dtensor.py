@@ -9,19 +9,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.tensor as torch_dtensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from pending_dtensor.collectives import mesh_axis
 from pending_dtensor.consistency import check_consistent, checking
 from pending_dtensor.dispatch import OpDispatcher
-from pending_dtensor.errors import PlacementError
 from pending_dtensor.metadata_check import check_local_metadata
 from pending_dtensor.pending_local import PendingLocal, materialized
 from pending_dtensor.redistribute import (
     as_tuple,
     cast_local,
+    checked_dtype,
     checked_placements,
+    fitting_placements,
     gradient_placements,
     redistribute_local,
     whole_placements,
@@ -31,8 +32,8 @@ from pending_dtensor.redistribute import (
 from pending_dtensor.torch_compat import (
     DTensorSpec,
     TensorMeta,
-    assert_no_mixed_partial_types,
     compute_global_tensor_info,
+    current_mesh,
     is_tracing,
     reserve_sequence_nr,
 )
@@ -156,10 +157,13 @@ class HyperDTensor(DTensor):
 
         Raises:
             PlacementError: placements that do not fit, or a change to Partial.
+            TypeError: something else than placements, a mesh or dtypes.
             NotImplementedError: another mesh.
             ProcessGroupGoneError: the mesh's process group was destroyed.
         """
         targets = checked_placements(as_tuple(placements), self._spec, device_mesh)
+        checked_dtype(forward_dtype, "forward_dtype")
+        checked_dtype(backward_dtype, "backward_dtype")
         if is_tracing():
             return super().redistribute(
                 placements=targets,
@@ -176,8 +180,9 @@ class HyperDTensor(DTensor):
         Args:
             grad_placements: placements of the gradient that will come back; None for Replicate.
         """
+        grads = _gradient_placements(grad_placements, self._spec)  # before any communication
         whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
-        return whole.to_local(grad_placements=grad_placements)
+        return whole.to_local(grad_placements=grads)
 
 
 def _wrap(local: torch.Tensor, spec: DTensorSpec) -> HyperDTensor:
@@ -202,7 +207,20 @@ def distribute_tensor(
         placements: one for each mesh axis; None for Replicate on all.
         src_data_rank: rank within each axis whose data is sent out; None to use each rank's own
             data without communication.
+
+    Raises:
+        PlacementError: placements that fit neither the mesh nor the tensor.
+        TypeError: something else than a tensor or placements.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"Expected a torch.Tensor, got {type(tensor).__name__} (distribute_tensor). Pass the "
+            f"global tensor."
+        )
+    if placements is not None:
+        mesh = device_mesh or current_mesh()
+        where = f"distribute_tensor of shape {tuple(tensor.shape)}"
+        placements = fitting_placements(_some(placements), mesh, tensor.ndim, where)
     plain = torch_dtensor.distribute_tensor(
         tensor, device_mesh, placements, src_data_rank=src_data_rank
     )
@@ -230,7 +248,7 @@ def local_to_hyper(
             f"Expected a local torch.Tensor, got {type(local).__name__} (from_local). "
             f"Use to_local() or full_tensor() to leave a DTensor first."
         )
-    mesh = mesh or torch_dtensor.device_mesh._mesh_resources.get_current_mesh()
+    mesh = mesh or current_mesh()
     if placements is None:
         placements = [Replicate()] * mesh.ndim
     spec = _spec_of_local(
@@ -238,7 +256,7 @@ def local_to_hyper(
         local.stride(),
         local.dtype,
         mesh,
-        tuple(placements),
+        _some(placements),
         None if shape is None else tuple(shape),
         None if stride is None else tuple(stride),
     )
@@ -251,7 +269,7 @@ def local_to_hyper(
             check_consistent(where, group, shape=size, dtype=local.dtype, placements=placements)
     if run_check:
         local = check_local_metadata(local, spec, shape_given=shape is not None)
-    grads = None if grad_placements is None else tuple(grad_placements)
+    grads = _gradient_placements(grad_placements, spec)
     return _FromLocal.apply(local, spec, async_backward, grads)
 
 
@@ -284,8 +302,21 @@ def _to_local(
 ) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return tensor._local_tensor
-    grads = None if grad_placements is None else tuple(grad_placements)
+    grads = _gradient_placements(grad_placements, tensor._spec)
     return _ToLocal.apply(tensor, grads, owned)
+
+
+def _some(placements: Any) -> tuple[Placement, ...]:
+    found = as_tuple(placements)
+    assert found is not None
+    return found
+
+
+def _gradient_placements(placements: Any, spec: DTensorSpec) -> tuple[Placement, ...] | None:
+    if placements is None:
+        return None
+    where = f"grad_placements of a tensor of shape {tuple(spec.shape)}"
+    return fitting_placements(_some(placements), spec.mesh, len(spec.shape), where)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -299,32 +330,18 @@ def _spec_of_local(
     stride: tuple[int, ...] | None,
 ) -> DTensorSpec:
     where = f"from_local of a tensor of shape {local_shape}"
-    if len(placements) != mesh.ndim or not all(isinstance(p, Placement) for p in placements):
-        raise PlacementError(
-            f"Expected {mesh.ndim} placements, one for each mesh axis, got {placements} ({where})."
-        )
     if (shape is None) != (stride is None):
         raise ValueError(
             f"Expected shape and stride together, got shape={shape}, stride={stride} ({where}). "
             f"Pass both or neither."
         )
-    ndim = len(local_shape)
-    normal = []
-    for placement in placements:
-        if isinstance(placement, Shard):
-            if not -ndim <= placement.dim < ndim:
-                raise PlacementError(
-                    f"Expected a shard dim from {-ndim} to {ndim - 1}, got {placement} ({where})."
-                )
-            placement = Shard(placement.dim % ndim)
-        normal.append(placement)
-    assert_no_mixed_partial_types(normal)
+    normal = fitting_placements(placements, mesh, len(local_shape), where)
     if shape is None:
         like = torch.empty_strided(local_shape, local_stride, device="meta")
         shape, stride = compute_global_tensor_info(like, mesh, normal)
     assert stride is not None
     meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
-    return DTensorSpec(mesh, tuple(normal), tensor_meta=meta)
+    return DTensorSpec(mesh, normal, tensor_meta=meta)
 
 
 # [Note: autograd functions]
@@ -351,7 +368,9 @@ class _FromLocal(torch.autograd.Function):
         ctx.grad_placements = grad_placements
         if not spec.mesh._is_current_rank_part_of_mesh():
             local = local.new_empty(0)
-        return _wrap(local.detach(), spec)
+        # In a checkpoint's recompute a detach would wait, taken for one of a leaf's gradient.
+        pending = isinstance(local, PendingLocal)
+        return _wrap(local.alias() if pending else local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
@@ -365,8 +384,8 @@ class _FromLocal(torch.autograd.Function):
         else:
             local = _moved_local(grad, target, ctx.async_op)
         # The autograd graph ends here if this tensor is a leaf, and leaves get finished gradients.
-        if _feeds_leaf(ctx):
-            local = materialized(local)
+        if _feeds_leaf(ctx) and isinstance(local, PendingLocal):
+            local = local.wait()
         return local if weight == 1 else local * weight, None, None, None
 
 

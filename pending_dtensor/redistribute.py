@@ -7,7 +7,7 @@ A hop waits for the one before it; the last stays in flight. No DTensor class is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,19 +33,86 @@ from pending_dtensor.torch_compat import (
 )
 
 
-def as_tuple(placements: Any) -> Any:
-    """A list of placements as a tuple, which can be hashed; anything else as it is."""
-    return tuple(placements) if isinstance(placements, list) else placements
+def as_tuple(placements: Any) -> tuple[Placement, ...] | None:
+    """Placements as a tuple, which can be hashed; None as it is.
+
+    Raises:
+        TypeError: it is something else, or something in it is not a `Placement`.
+    """
+    if placements is None:
+        return None
+    if isinstance(placements, Iterable) and not isinstance(placements, (str, Mapping)):
+        found = tuple(placements)
+        if all(isinstance(placement, Placement) for placement in found):
+            return found
+    raise TypeError(
+        f"Expected a sequence of Placement, got {placements!r}. Pass one of Shard, Replicate or "
+        f"Partial for each mesh axis."
+    )
+
+
+def checked_dtype(dtype: Any, name: str) -> torch.dtype | None:
+    """``dtype`` itself, for the argument ``name``.
+
+    Raises:
+        TypeError: it is neither a dtype nor None.
+    """
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    raise TypeError(
+        f"Expected a torch.dtype or None as {name}, got {dtype!r}. Pass torch.bfloat16 or another."
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def fitting_placements(
+    placements: tuple[Placement, ...], mesh: DeviceMesh, ndim: int, where: str
+) -> tuple[Placement, ...]:
+    """The placements with shard dims made positive, checked against a mesh and a tensor.
+
+    Args:
+        placements: one for each mesh axis.
+        mesh: the mesh.
+        ndim: number of tensor dims.
+        where: what is being done, for the error message.
+
+    Raises:
+        PlacementError: wrong length, a shard dim out of range, or kinds of `Partial` that cannot
+            be reduced in any order.
+    """
+    if len(placements) != mesh.ndim:
+        raise PlacementError(
+            f"Expected {mesh.ndim} placements, one for each mesh axis, got {len(placements)}: "
+            f"{placements} ({where}). Pass one for each of the mesh's axes."
+        )
+    fitting = []
+    for placement in placements:
+        if type(placement) is Shard:
+            if not -ndim <= placement.dim < ndim:
+                raise PlacementError(
+                    f"Expected a shard dim from {-ndim} to {ndim - 1}, got {placement} ({where}). "
+                    f"Shard a dim that the tensor has."
+                )
+            placement = Shard(placement.dim % ndim)
+        fitting.append(placement)
+    try:
+        assert_no_mixed_partial_types(fitting)
+    except ValueError:
+        raise PlacementError(
+            f"Expected reductions that may be done in any order, got {placements} ({where}). "
+            f"Use one kind of Partial; sum and avg go together."
+        ) from None
+    return tuple(fitting)
 
 
 @functools.lru_cache(maxsize=4096)
 def checked_placements(
-    placements: Sequence[Placement] | None, source: DTensorSpec, mesh: DeviceMesh | None
+    placements: tuple[Placement, ...] | None, source: DTensorSpec, mesh: DeviceMesh | None
 ) -> tuple[Placement, ...]:
     """Validates the target of a redistribution from global facts, so that every rank agrees.
 
     Args:
-        placements: a tuple, one for each mesh axis; negative shard dims are counted from the end.
+        placements: one for each mesh axis; negative shard dims are counted from the end.
         source: spec of the tensor to redistribute.
         mesh: mesh asked for, or None for the tensor's own.
 
@@ -54,10 +121,12 @@ def checked_placements(
 
     Raises:
         PlacementError: None, wrong length, a shard dim out of range, or a change to `Partial`.
-        TypeError: something in ``placements`` is not a `Placement`.
+        TypeError: ``mesh`` is not a mesh.
         NotImplementedError: another mesh.
     """
     where = f"redistribute of a tensor of shape {tuple(source.shape)} from {source.placements}"
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"Expected a DeviceMesh or None, got {mesh!r} ({where}). Leave it out.")
     if mesh is not None and mesh != source.mesh:
         raise NotImplementedError(
             f"Expected the mesh that the tensor lives on, {source.mesh}, got {mesh} ({where}). "
@@ -67,32 +136,14 @@ def checked_placements(
         raise PlacementError(
             f"Expected a placement for each mesh axis, got None ({where}). Pass placements=[...]."
         )
-    if isinstance(placements, Placement) or not all(isinstance(p, Placement) for p in placements):
-        raise TypeError(
-            f"Expected a sequence of Placement, got {placements!r} ({where}). Pass one of Shard, "
-            f"Replicate or Partial for each mesh axis."
-        )
-    if len(placements) != source.mesh.ndim:
-        raise PlacementError(
-            f"Expected {source.mesh.ndim} placements, one for each mesh axis, got "
-            f"{len(placements)}: {tuple(placements)} ({where})."
-        )
-    ndim = len(source.shape)
-    checked = []
-    for current, placement in zip(source.placements, placements, strict=True):
+    fitting = fitting_placements(placements, source.mesh, len(source.shape), where)
+    for current, placement in zip(source.placements, fitting, strict=True):
         if placement.is_partial() and placement != current:
             raise PlacementError(
                 f"Expected Shard or Replicate as a target, got {placement} ({where}). Partial "
                 f"values come from operations or from_local only."
             )
-        if type(placement) is Shard:
-            if not -ndim <= placement.dim < ndim:
-                raise PlacementError(
-                    f"Expected a shard dim from {-ndim} to {ndim - 1}, got {placement} ({where})."
-                )
-            placement = Shard(placement.dim % ndim)
-        checked.append(placement)
-    return tuple(checked)
+    return fitting
 
 
 def redistribute_local(
@@ -154,6 +205,8 @@ def _run_hop(
     if is_strided_shard(current) or is_strided_shard(target):
         return _strided_hop(materialized(local, hop), hop, hop_mesh)
     axis = mesh_axis(hop_mesh, mesh_dim)
+    # What is gathered counts in the sizes the planner tells; what is scattered, in those of the
+    # local tensor, which an earlier hop may have made smaller.
     logical = hop.logical_shape
     if current.is_replicate():
         return _split_locally(local, target, hop_mesh, mesh_dim)
@@ -162,7 +215,7 @@ def _run_hop(
         consumer = "reduce_scatter" if target.is_shard() else "all_reduce"
         rule = find_rule(local.kind, consumer) if current.is_partial() else None
         if rule is not None:
-            return rule(local, current, target, axis, logical)
+            return rule(local, current, target, axis, local.shape)
     if defer and current.is_shard() and target.is_replicate():
         sizes = chunk_sizes(logical[current.dim], ranks)
         return collectives.defer_all_gather(local, current.dim, axis, sizes)
@@ -173,7 +226,7 @@ def _run_hop(
         if target.is_replicate():
             return collectives.all_gather(local, current.dim, axis, gather_sizes)
         if target.is_shard():
-            scatter_sizes = chunk_sizes(logical[target.dim], ranks)
+            scatter_sizes = chunk_sizes(local.shape[target.dim], ranks)
             return collectives.all_to_all(
                 local, current.dim, target.dim, axis, gather_sizes, scatter_sizes
             )
@@ -185,7 +238,7 @@ def _run_hop(
             reduced = collectives.all_reduce(local, axis, current.reduce_op)
             return _rescaled(reduced, transform_avg_scale(hop))
         if target.is_shard():
-            scatter_sizes = chunk_sizes(logical[target.dim], ranks)
+            scatter_sizes = chunk_sizes(local.shape[target.dim], ranks)
             reduced = collectives.reduce_scatter(
                 local, target.dim, axis, scatter_sizes, current.reduce_op
             )

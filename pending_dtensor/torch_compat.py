@@ -14,6 +14,7 @@ from torch.distributed._functional_collectives import (
     _resolve_group,
 )
 from torch.distributed._local_tensor import local_tensor_mode
+from torch.distributed.device_mesh import _mesh_resources
 from torch.distributed.tensor._collective_utils import check_tensor_meta
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
@@ -40,6 +41,7 @@ __all__ = [
     "below_autograd",
     "check_tensor_meta",
     "compute_global_tensor_info",
+    "current_mesh",
     "forbid_raw_access",
     "group_is_alive",
     "in_backward_without_grad",
@@ -88,6 +90,11 @@ def mesh_axis_group(mesh: torch.distributed.DeviceMesh, axis: int) -> str:
 def resolve_group(group_name: str) -> torch.distributed.ProcessGroup:
     """The process group registered under ``group_name``; RuntimeError if there is none."""
     return torch._C._distributed_c10d._resolve_process_group(group_name)
+
+
+def current_mesh() -> torch.distributed.DeviceMesh:
+    """The mesh of the innermost ``with mesh:`` block."""
+    return _mesh_resources.get_current_mesh()
 
 
 def group_is_alive(group_name: str) -> bool:

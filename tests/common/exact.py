@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
+
 
 def same(got: Any, expected: Any) -> None:
     """Asserts equality: of tensors in every bit, and in dtype, shape, stride and requires_grad.
@@ -45,6 +47,6 @@ def by_name(cases: Mapping[str, Any], check: Callable[[str, Any], None]) -> None
     for name, case in cases.items():
         try:
             check(name, case)
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             failures.append(f"case {name!r}: {traceback.format_exc(limit=-3)}")
     assert not failures, "\n".join(failures)
