@@ -270,6 +270,8 @@ def local_to_hyper(
     if run_check:
         local = check_local_metadata(local, spec, shape_given=shape is not None)
     grads = _gradient_placements(grad_placements, spec)
+    if async_backward:
+        _reserve_place_after_launch(local)
     return _FromLocal.apply(local, spec, async_backward, grads)
 
 
@@ -498,11 +500,19 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _redistribute(tensor: DTensor, move: _Move) -> HyperDTensor:
-    if move.async_op and tensor.requires_grad and torch.is_grad_enabled():
-        # Weight gradients take this place in the order of backward: after our node has launched,
-        # before whoever reads what it launched. See [Note: the order of backward] in linear.py.
-        reserve_sequence_nr()
+    if move.async_op:
+        _reserve_place_after_launch(tensor)
     return _Redistribute.apply(tensor, move)
+
+
+def _reserve_place_after_launch(tensor: torch.Tensor) -> None:
+    """Keeps a place free in the order of backward, just after the node that is made next.
+
+    Weight gradients take it: after that node has launched, before whoever reads what it launched.
+    See [Note: the order of backward] in linear.py.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        reserve_sequence_nr()
 
 
 def _moved_local(grad: DTensor, placements: tuple[Placement, ...], async_op: bool) -> torch.Tensor:
