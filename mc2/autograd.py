@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from mc2.deferred_matmul import DeferredMatmul, Term, defer_matmul
 from mc2.fused_calls import gather_matmul
 from mc2.options import FusionOptions
+from mc2.shared_gather import forget_shared_gather
 from pending_dtensor.collectives import DeferredAllGather, all_reduce
 from pending_dtensor.hyper_dtensor import HyperDTensor
 from pending_dtensor.linear import LinearPlan, late_gradient, local_gradient
@@ -60,12 +61,15 @@ class ColumnLinear(torch.autograd.Function):
             out += materialized(bias._local_tensor)
         needs_input, needs_weight, *_ = ctx.needs_input_grad
         ctx.regather = None
+        # Local tensors are saved, not what wraps them: autograd then sees in-place writes to them,
+        # and hooks on saved tensors get what takes the memory.
         saved_input = None
         if needs_weight:
-            saved_input = input
             if options.regather:
                 ctx.regather = _Regather.of(gathered)
                 saved_input = materialized(gathered.recipe.part)
+            else:
+                saved_input = gathered.materialize()
         ctx.save_for_backward(saved_weight if needs_input else None, saved_input)
         return HyperDTensor(out, plan.out, requires_grad=False)
 
@@ -75,6 +79,7 @@ class ColumnLinear(torch.autograd.Function):
         if grad is None:
             return (None,) * 6
         _refuse_double_backward()
+        forget_shared_gather()
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         weight, saved_input = ctx.saved_tensors
         plan: LinearPlan = ctx.plan
@@ -96,8 +101,7 @@ class ColumnLinear(torch.autograd.Function):
         if needs_weight:
 
             def weight_gradient() -> torch.Tensor:
-                x = saved_input._local_tensor if regathered is None else regathered
-                x = materialized(x)
+                x = saved_input if regathered is None else regathered.materialize()
                 return rows.t().mm(x.reshape(-1, x.shape[-1]))
 
             shape = (grad_out.shape[-1], plan.grad_input.shape[-1])
@@ -109,7 +113,7 @@ class ColumnLinear(torch.autograd.Function):
 
 
 class RowLinear(torch.autograd.Function):
-    """(input, weight, bias, plan, options) -> deferred output, Partial until it is reduced.
+    """(input, weight, bias, plan, options, group) -> deferred output, Partial until it is reduced.
 
     Per rank and call it communicates (R - 1) / R of Y forward and of dY backward. Saves the input
     if the weight needs a gradient, and the weight if the input does.
@@ -123,13 +127,14 @@ class RowLinear(torch.autograd.Function):
         bias: DTensor | None,
         plan: LinearPlan,
         options: FusionOptions,
+        group: str,
     ) -> HyperDTensor:
-        """See the class."""
+        """See the class; ``group`` is the name of the process group that reduces the output."""
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.options = plan, options
+        ctx.plan, ctx.options, ctx.group = plan, options, group
         needs_input, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(weight if needs_input else None, input if needs_weight else None)
         x = materialized(input._local_tensor, "linear")
+        ctx.save_for_backward(weight if needs_input else None, x if needs_weight else None)
         recipe = DeferredMatmul(
             [Term(x, materialized(weight._local_tensor).t())],
             tuple(x.shape[:-1]),
@@ -143,32 +148,31 @@ class RowLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
         """See the class."""
         if grad is None:
-            return (None,) * 5
+            return (None,) * 6
         _refuse_double_backward()
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        weight, input = ctx.saved_tensors
+        weight, x = ctx.saved_tensors
         plan: LinearPlan = ctx.plan
-        gathered = grad._local_tensor
+        grad_out = _grad_out(grad, plan, ctx.group)
+        is_gather = isinstance(grad_out, PendingLocal)
         grad_input = grad_weight = grad_bias = None
-        if needs_bias and not needs_input and not needs_weight:
-            total = _summed_over_ranks(gathered)
-            grad_bias = DTensor(total, plan.grad_bias, requires_grad=False)
-            return None, None, grad_bias, None, None
         if needs_input:
-            local = gather_matmul(gathered, materialized(weight._local_tensor), ctx.options)
+            weight_ = materialized(weight._local_tensor)
+            local = (
+                gather_matmul(grad_out, weight_, ctx.options)
+                if is_gather
+                else grad_out.matmul(weight_)
+            )
             grad_input = HyperDTensor(local, plan.grad_input, requires_grad=False)
-        if needs_weight or needs_bias:
-            if not needs_input:
-                gathered.start()  # there is no matmul to fuse the gather with
-            grad_out = materialized(gathered)
-            rows = grad_out.reshape(-1, grad_out.shape[-1])
-            if needs_weight:
-                x = materialized(input._local_tensor)
-                local = rows.t().mm(x.reshape(-1, x.shape[-1]))
-                grad_weight = DTensor(local, plan.grad_weight, requires_grad=False)
-            if needs_bias:
-                grad_bias = DTensor(rows.sum(0), plan.grad_bias, requires_grad=False)
-        return grad_input, grad_weight, grad_bias, None, None
+        elif needs_weight and is_gather:
+            grad_out.start()  # there is no matmul to fuse the gather with
+        if needs_weight:
+            rows = materialized(grad_out).flatten(0, -2)
+            local = rows.t().mm(x.flatten(0, -2))
+            grad_weight = DTensor(local, plan.grad_weight, requires_grad=False)
+        if needs_bias:
+            grad_bias = DTensor(_sum_of_rows(grad_out), plan.grad_bias, requires_grad=False)
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
 class _Regather:
@@ -218,11 +222,22 @@ def _refuse_double_backward() -> None:
         )
 
 
-def _summed_over_ranks(gathered: torch.Tensor) -> torch.Tensor:
-    """Sum over all rows of a deferred gather: R numbers a feature are sent, not the rows."""
-    recipe = gathered.recipe if isinstance(gathered, PendingLocal) else None
-    if isinstance(recipe, DeferredAllGather) and gathered.state is PendingState.DEFERRED:
-        part = materialized(recipe.part)
-        return all_reduce(part.reshape(-1, part.shape[-1]).sum(0), recipe.axis, "sum").materialize()
-    whole = materialized(gathered)
-    return whole.reshape(-1, whole.shape[-1]).sum(0)
+def _grad_out(grad: DTensor, plan: LinearPlan, group: str) -> Any:
+    """A row's output gradient, all rows of it: a deferred gather over ``group``, or finished."""
+    local = grad._local_tensor
+    if isinstance(local, PendingLocal) and local.state is PendingState.DEFERRED:
+        recipe = local.recipe
+        if isinstance(recipe, DeferredAllGather) and recipe.axis.group == group:
+            return local
+        local.start()  # over another mesh axis
+    return local_gradient(grad, plan)
+
+
+def _sum_of_rows(grad_out: torch.Tensor) -> torch.Tensor:
+    """Sum over the rows; of a gather that nobody needed, R numbers a feature are sent for it."""
+    if isinstance(grad_out, PendingLocal) and grad_out.state is PendingState.DEFERRED:
+        recipe = grad_out.recipe
+        assert isinstance(recipe, DeferredAllGather)
+        part = materialized(recipe.part).flatten(0, -2).sum(0)
+        return all_reduce(part, recipe.axis, "sum").materialize()
+    return materialized(grad_out).flatten(0, -2).sum(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from mc2.autocast import as_autocast, autocast_dtype
 from mc2.autograd import RowLinear
 from mc2.errors import MC2ConstraintError
 from mc2.kernel_interface import CallFacts, Kernel, Operation, describe_reasons
@@ -18,7 +20,7 @@ from mc2.kernels import get_kernel, resolve_kernel
 from mc2.options import ColumnBackward, FusionOptions
 from mc2.row_layout import RowLayout
 from mc2.rules import all_gather_linear
-from mc2.shared_gather import shared_deferred_gather
+from mc2.shared_gather import deferred_gather, shared_deferred_gather
 from pending_dtensor.collectives import DeferredAllGather, chunk_sizes
 from pending_dtensor.hyper_dtensor import HyperDTensor, as_hyper, redistribute_deferred
 from pending_dtensor.linear import plan_linear
@@ -43,6 +45,9 @@ class _Configuration(NamedTuple):
     group: ProcessGroup
     sequence_dim: int
     options: FusionOptions
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Configuration:
+        return self  # a copied layer runs in the same process group, which cannot be copied
 
 
 class MC2Linear(nn.Linear):
@@ -123,15 +128,8 @@ class MC2Linear(nn.Linear):
                 )
             group = device_mesh.get_group()
         assert group is not None
-        options = checked_options(
-            mode,
-            self.in_features,
-            self.out_features,
-            self.weight.dtype,
-            self.weight.device.type,
-            group,
-            FusionOptions(kernel, chunks, regather, column_backward),
-        )
+        options = FusionOptions(kernel, chunks, regather, column_backward)
+        options = checked_options(self, mode, self.weight.device.type, group, options)
         axis = _sharded_axis(self.weight, mode, group)
         get_kernel(options.kernel).prepare(group)
         self._mc2 = _Configuration(mode, axis, group, sequence_dim, options)
@@ -151,38 +149,52 @@ class MC2Linear(nn.Linear):
             MC2ConstraintError: unconfigured, or the kernel cannot do it; nothing was communicated.
             TypeError: the input is no DTensor.
         """
-        config = self._mc2
-        if config is None:
-            raise MC2ConstraintError(
-                "Expected a configured MC2Linear, got one that does not know what to fuse with "
-                "(MC2Linear.forward). Call configure_mc2, or use MC2ColwiseParallel or "
-                "MC2RowwiseParallel."
-            )
+        config = self._configuration()
         if not isinstance(input, DTensor):
             raise TypeError(
                 f"Expected a DTensor, got {type(input).__name__} (MC2Linear in mode "
                 f"{config.mode!r}). A plain tensor does not say how it is sharded; use the MC2 "
                 f"styles, or HyperDTensor.from_local."
             )
+        self._require_mesh(input, config)
         if config.mode == "all_gather":
             return self._column(input, config)
         return self._row(input, config)
 
+    def _configuration(self) -> _Configuration:
+        if self._mc2 is None:
+            raise MC2ConstraintError(
+                "Expected a configured MC2Linear, got one that does not know what to fuse with "
+                "(MC2Linear.forward). Call configure_mc2, or use MC2ColwiseParallel or "
+                "MC2RowwiseParallel."
+            )
+        return self._mc2
+
+    def _require_mesh(self, input: DTensor, config: _Configuration) -> None:
+        if input.device_mesh != self.weight.device_mesh:
+            raise MC2ConstraintError(
+                f"Expected an input on the mesh of the weight, {self.weight.device_mesh}, got "
+                f"{input.device_mesh} (MC2Linear in mode {config.mode!r})."
+            )
+
     def _column(self, input: DTensor, config: _Configuration) -> HyperDTensor:
-        gathered = _deferred_input(input, config)
-        weight, bias = _autocast(self.weight, self.bias)
-        recipe = gathered._local_tensor.recipe
-        layout = RowLayout.from_shape(gathered.shape, recipe.dim, recipe.sizes, config.group.rank())
-        if gathered.requires_grad and torch.is_grad_enabled():
+        gathered = self._deferred_input(input, config)
+        local = gathered._local_tensor
+        layout = RowLayout.from_shape(
+            local.shape, local.recipe.dim, local.recipe.sizes, config.group.rank()
+        )
+        operations: list[Operation] = ["all_gather_matmul"]
+        if config.options.column_backward == "fused" and _will_differentiate(gathered):
             # Refused now rather than in backward, when half of the step is done.
-            _require(config, "matmul_reduce_scatter", gathered.dtype, layout)
-        return all_gather_linear(gathered, weight, bias, config.options)
+            operations.append("matmul_reduce_scatter")
+        self._require(config, operations, gathered.dtype, layout)
+        bias = None if self.bias is None else as_autocast(self.bias)
+        return all_gather_linear(gathered, as_autocast(self.weight), bias, config.options)
 
     def _row(self, input: DTensor, config: _Configuration) -> HyperDTensor:
-        hyper = as_hyper(input)
-        weight, bias = _autocast(self.weight, self.bias)
-        if hyper.dtype != weight.dtype and weight is not self.weight:
-            hyper = hyper.to(weight.dtype)
+        hyper = as_autocast(as_hyper(input))
+        weight = as_autocast(self.weight)
+        bias = None if self.bias is None else as_autocast(self.bias)
         plan = plan_linear(hyper._spec, weight._spec, None if bias is None else bias._spec)
         if plan is None or not plan.out.placements[config.axis].is_partial():
             raise MC2ConstraintError(
@@ -190,14 +202,86 @@ class MC2Linear(nn.Linear):
                 f"{tuple(hyper.shape)} as {hyper.placements} for a weight {tuple(weight.shape)} as "
                 f"{weight.placements} (MC2Linear in mode 'reduce_scatter')."
             )
-        dim = _sequence_dim(config, input)
-        sizes = chunk_sizes(plan.out.shape[dim], config.group.size())
-        layout = RowLayout.from_shape(plan.out.shape, dim, sizes, config.group.rank())
-        _require(config, "matmul_reduce_scatter", hyper.dtype, layout)
-        if hyper.requires_grad and torch.is_grad_enabled():
-            _require(config, "all_gather_matmul", hyper.dtype, layout)
-        out = RowLinear.apply(hyper, weight, bias, plan, config.options)
+        dim = self._require_row(hyper, hyper._local_tensor.shape[:-1], config)
+        out = RowLinear.apply(hyper, weight, bias, plan, config.options, config.group.group_name)
         return redistribute_deferred(out, _with_axis(out.placements, config.axis, Shard(dim)))
+
+    def require_row(self, input: DTensor) -> None:
+        """Raises what `forward` of a row would, for an input that is not Shard(-1) yet.
+
+        Asked before it is made so, because that communicates.
+
+        Args:
+            input: (*, K) in any placement on a 1-D mesh.
+
+        Raises:
+            MC2ConstraintError: the kernel cannot do it; nothing was communicated.
+        """
+        config = self._configuration()
+        self._require_mesh(input, config)
+        self._require_row(input, input.shape[:-1], config)
+
+    def _require_row(self, input: DTensor, lead: Sequence[int], config: _Configuration) -> int:
+        """Checks a row's output of ``(*lead, N)`` on this rank before it is reduced.
+
+        Returns:
+            The sequence dim.
+        """
+        dim = _sequence_dim(config, input)
+        sizes = chunk_sizes(lead[dim], config.group.size())
+        layout = RowLayout.from_shape((*lead, self.out_features), dim, sizes, config.group.rank())
+        operations: list[Operation] = ["matmul_reduce_scatter"]
+        if _will_differentiate(input):
+            operations.append("all_gather_matmul")
+        self._require(config, operations, autocast_dtype(input), layout)
+        return dim
+
+    def _require(
+        self,
+        config: _Configuration,
+        operations: Sequence[Operation],
+        dtype: torch.dtype,
+        layout: RowLayout,
+    ) -> None:
+        facts = CallFacts(
+            ranks=layout.ranks,
+            dtypes=(dtype, *(autocast_dtype(p) for p in self.parameters(recurse=False))),
+            layout=layout,
+            group=config.group,
+            chunks=config.options.chunks,
+        )
+        _require(get_kernel(config.options.kernel), dict.fromkeys(operations, facts))
+
+    def _deferred_input(self, input: DTensor, config: _Configuration) -> HyperDTensor:
+        """A column's input as the deferred gather of its sequence shard."""
+        dim = _sequence_dim(config, input)
+        axis, placements = config.axis, input.placements
+        if placements[axis] == Shard(dim):
+            if Shard(dim) in placements[axis + 1 :]:
+                raise MC2ConstraintError(
+                    f"Expected no mesh axis after {axis} that shards the sequence dim too, got "
+                    f"{placements} (MC2Linear in mode 'all_gather'). Such an axis has to be "
+                    f"gathered first: put the tensor parallel axis last in the mesh."
+                )
+            whole = _with_axis(placements, axis, Replicate())
+            return shared_deferred_gather(
+                input, self, whole, lambda: deferred_gather(as_hyper(input), whole)
+            )
+        local = input._local_tensor
+        recipe = local.recipe if isinstance(local, PendingLocal) else None
+        if (
+            not isinstance(input, HyperDTensor)
+            or not isinstance(recipe, DeferredAllGather)
+            or recipe.dim != dim
+            or recipe.axis.group != config.group.group_name
+        ):
+            raise MC2ConstraintError(
+                f"Expected the input sharded on sequence dim {dim}, or a deferred gather of that, "
+                f"got {placements[axis]} with {type(local).__name__} (MC2Linear in mode "
+                f"'all_gather'). Without sequence parallelism there is no gather to fuse: use "
+                f"ColwiseParallel."
+            )
+        return input
 
     def extra_repr(self) -> str:
         """The Linear's, with mode, kernel and ranks."""
@@ -214,17 +298,22 @@ class MC2Linear(nn.Linear):
 
 
 def checked_options(
+    linear: nn.Linear,
     mode: Mode,
-    in_features: int,
-    out_features: int,
-    dtype: torch.dtype,
     device_type: str,
     group: ProcessGroup,
     options: FusionOptions,
 ) -> FusionOptions:
     """Resolves the kernel and checks all that is known before the first call.
 
-    Decided from global facts, the same on every rank; nothing is communicated.
+    Decided from global facts, the same on every rank; nothing is communicated or changed.
+
+    Args:
+        linear: the layer, with its global sizes.
+        mode: how it will be fused.
+        device_type: where it will run.
+        group: the ranks.
+        options: what is asked for; kernel may be ``auto``.
 
     Raises:
         MC2ConstraintError: with every reason.
@@ -232,43 +321,40 @@ def checked_options(
     """
     if mode not in get_args(Mode):
         raise ValueError(f"Expected mode to be one of {get_args(Mode)}, got {mode!r}.")
-    options = options.checked()._replace(kernel=resolve_kernel(options.kernel, device_type).name)
-    kernel = get_kernel(options.kernel)
-    ranks = group.size()
-    contractions: dict[Operation, list[int]]
+    options = options.checked()
+    kernel = resolve_kernel(options.kernel, device_type)
+    contractions: dict[Operation, Sequence[int]] = {}
     if mode == "all_gather":
-        contractions = {
-            "all_gather_matmul": [in_features],
-            "matmul_reduce_scatter": chunk_sizes(out_features, ranks),
-        }
+        contractions["all_gather_matmul"] = [linear.in_features]
+        if options.column_backward == "fused":
+            contractions["matmul_reduce_scatter"] = chunk_sizes(linear.out_features, group.size())
     else:
-        contractions = {
-            "matmul_reduce_scatter": chunk_sizes(in_features, ranks),
-            "all_gather_matmul": [out_features],
-        }
-    messages = []
-    for op, sizes in contractions.items():
-        facts = CallFacts(
-            ranks=ranks,
+        contractions["matmul_reduce_scatter"] = chunk_sizes(linear.in_features, group.size())
+        contractions["all_gather_matmul"] = [linear.out_features]
+    facts = {
+        op: CallFacts(
+            ranks=group.size(),
             contractions=tuple(sorted(set(sizes))),
-            dtypes=(dtype,),
+            dtypes=tuple(parameter.dtype for parameter in linear.parameters(recurse=False)),
             group=group,
             chunks=options.chunks,
         )
-        reasons = kernel.reasons_not_supported(op, facts)
-        if reasons:
-            messages.append(describe_reasons(kernel.name, op, reasons))
+        for op, sizes in contractions.items()
+    }
+    _require(kernel, facts)
+    return options._replace(kernel=kernel.name)
+
+
+def _require(kernel: Kernel, facts: Mapping[Operation, CallFacts]) -> None:
+    """Raises with every reason why the kernel cannot run one of these operations."""
+    reasons = {op: kernel.reasons_not_supported(op, known) for op, known in facts.items()}
+    messages = [describe_reasons(kernel.name, op, found) for op, found in reasons.items() if found]
     if messages:
         raise MC2ConstraintError("\n".join(messages))
-    return options
 
 
-def _require(config: _Configuration, op: Operation, dtype: torch.dtype, layout: RowLayout) -> None:
-    kernel: Kernel = get_kernel(config.options.kernel)
-    facts = CallFacts(ranks=layout.ranks, dtypes=(dtype,), layout=layout, group=config.group)
-    reasons = kernel.reasons_not_supported(op, facts)
-    if reasons:
-        raise MC2ConstraintError(describe_reasons(kernel.name, op, reasons))
+def _will_differentiate(input: torch.Tensor) -> bool:
+    return input.requires_grad and torch.is_grad_enabled()
 
 
 def _sharded_axis(weight: Any, mode: Mode, group: ProcessGroup) -> int:
@@ -295,37 +381,6 @@ def _sequence_dim(config: _Configuration, input: DTensor) -> int:
             f"in mode {config.mode!r}, input of shape {tuple(input.shape)})."
         )
     return dim % input.ndim
-
-
-def _deferred_input(input: DTensor, config: _Configuration) -> HyperDTensor:
-    """A column's input as the deferred gather of its sequence shard."""
-    dim = _sequence_dim(config, input)
-    placement = input.placements[config.axis]
-    if placement == Shard(dim):
-        whole = _with_axis(input.placements, config.axis, Replicate())
-        return shared_deferred_gather(input, whole, lambda: as_hyper(input))
-    local = input._local_tensor
-    recipe = local.recipe if isinstance(local, PendingLocal) else None
-    if (
-        not isinstance(input, HyperDTensor)
-        or not isinstance(recipe, DeferredAllGather)
-        or recipe.dim != dim
-        or recipe.axis.group != config.group.group_name
-    ):
-        raise MC2ConstraintError(
-            f"Expected the input sharded on sequence dim {dim}, or a deferred gather of that, got "
-            f"{placement} with {type(local).__name__} (MC2Linear in mode 'all_gather'). Without "
-            f"sequence parallelism there is no gather to fuse: use ColwiseParallel."
-        )
-    return input
-
-
-def _autocast(weight: DTensor, bias: DTensor | None) -> tuple[DTensor, DTensor | None]:
-    device_type = weight.device.type
-    if not torch.is_autocast_enabled(device_type) or weight.dtype == torch.float64:
-        return weight, bias
-    dtype = torch.get_autocast_dtype(device_type)
-    return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _with_axis(

@@ -1,60 +1,91 @@
-"""One deferred gather for all layers that read the same sequence-sharded tensor."""
+"""One deferred gather for the layers that are handed the same sequence-sharded tensor.
+
+[Note: what is shared, and for how long]
+A gather is remembered for the tensor object that it gathers, so that wq, wk and wv called on one
+tensor make one gather, and autograd adds their grad_inputs before one reduction. Whether two calls
+share decides whether a collective is launched, so it has to be decided alike on every rank, and
+what is remembered has to be forgotten before it can be stale:
+
+- only the latest gather is remembered, as long as its source lives and no MC2 backward has begun;
+- a layer that has used it already gathers anew: this is another pass, and the source may have been
+  filled again by what autograd's version counter does not see (NumPy, or ``dist.recv``);
+- a tensor made in inference mode, which has no version counter, is not shared at all.
+
+``PrepareModuleInput(defer=True)`` shares without any of this: the layers are handed the gather.
+"""
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from mc2.autocast import as_autocast, autocast_dtype
 from pending_dtensor.hyper_dtensor import HyperDTensor, redistribute_deferred
 
-_ATTRIBUTE = "_mc2_shared_gather"
+
+class _Shared(NamedTuple):
+    source: weakref.ref[torch.Tensor]
+    key: Hashable
+    gather: HyperDTensor
+    users: weakref.WeakSet[nn.Module]
+
+
+class _Latest(threading.local):
+    """The gather that this thread's next layer may share."""
+
+    shared: _Shared | None = None
+
+
+_latest = _Latest()
+
+
+def deferred_gather(shard: HyperDTensor, placements: Sequence[Placement]) -> HyperDTensor:
+    """The gather of a shard, left to a fused layer; under autocast of the shard as it casts it."""
+    return redistribute_deferred(as_autocast(shard), placements)
 
 
 def shared_deferred_gather(
-    source: torch.Tensor,
-    placements: Sequence[Placement],
-    as_shard: Callable[[], HyperDTensor],
+    source: torch.Tensor, user: nn.Module, boundary: Hashable, make: Callable[[], HyperDTensor]
 ) -> HyperDTensor:
     """The deferred gather of a tensor; the same one for every layer that is handed that tensor.
 
-    wq, wk and wv called on one tensor object so make one gather in forward, and autograd adds their
-    grad_inputs before one reduction. Under autocast the shard is cast before it is gathered.
-
     Args:
         source: the tensor object that the layers share: a sequence-sharded local tensor or DTensor.
-        placements: placements after the gather.
-        as_shard: makes the sequence-sharded HyperDTensor of ``source``.
+        user: the layer. It gets a gather of its own if it has used the shared one before.
+        boundary: what else decides the result of ``make``: mesh and placements.
+        make: makes the `deferred_gather` of ``source``.
     """
-    version = None if source.is_inference() else source._version
-    key = (tuple(placements), version, torch.is_grad_enabled(), _autocast_dtype(source))
-    known = getattr(source, _ATTRIBUTE, None)
-    if known is not None and known[0] == key:
-        gather = known[1]()
-        if gather is not None:
-            return gather
-    shard = as_shard()
-    dtype = key[-1]
-    if dtype is not None and shard.is_floating_point() and shard.dtype != torch.float64:
-        shard = shard.to(dtype)
-    gather = redistribute_deferred(shard, placements)
-    setattr(source, _ATTRIBUTE, (key, _reference(source, gather)))
-    return gather
+    local = source._local_tensor if isinstance(source, DTensor) else source
+    if source.is_inference() or local.is_inference():
+        return make()
+    key = (
+        boundary,
+        (source._version, local._version),
+        source.requires_grad,
+        torch.is_grad_enabled(),
+        autocast_dtype(source),
+    )
+    shared = _latest.shared
+    if shared is None or shared.source() is not source or shared.key != key or user in shared.users:
+        shared = _Shared(weakref.ref(source, _forget), key, make(), weakref.WeakSet())
+        _latest.shared = shared
+    shared.users.add(user)
+    return shared.gather
 
 
-def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    device_type = tensor.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
+def forget_shared_gather() -> None:
+    """Lets go of the latest gather: no layer is going to share it."""
+    _latest.shared = None
 
 
-def _reference(source: torch.Tensor, gather: HyperDTensor) -> Callable[[], Any]:
-    # The graph of a gather leads to the AccumulateGrad of a leaf, which holds the leaf: a strong
-    # reference from there would be a cycle that no garbage collector sees.
-    if gather.requires_grad and source.is_leaf:
-        return weakref.ref(gather)
-    return lambda: gather
+def _forget(source: weakref.ref[torch.Tensor]) -> None:
+    shared = _latest.shared
+    if shared is not None and shared.source is source:
+        _latest.shared = None

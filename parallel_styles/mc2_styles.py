@@ -12,9 +12,10 @@ from torch.distributed.tensor.placement_types import Placement
 from mc2.errors import MC2ConstraintError
 from mc2.linear import MC2Linear, Mode, checked_options
 from mc2.options import ColumnBackward, FusionOptions
-from mc2.shared_gather import shared_deferred_gather
+from mc2.shared_gather import deferred_gather, shared_deferred_gather
 from parallel_styles.boundaries import as_layout, attach_style, first_input, prepare_layer_output
 from parallel_styles.styles import ColwiseParallel, RowwiseParallel, check_applicable
+from pending_dtensor import HyperDTensor
 
 
 class MC2ColwiseParallel(ColwiseParallel):
@@ -69,15 +70,17 @@ class MC2ColwiseParallel(ColwiseParallel):
             mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
             source = first_input(self, mod, args, kwargs)
-            if not isinstance(source, DTensor):
-                source = shared_deferred_gather(
-                    source,
-                    (Replicate(),),
-                    lambda: as_layout(
-                        source, device_mesh, self.input_layouts, async_op=True, module=mod
-                    ),
+            if isinstance(source, DTensor):
+                return (source, *args[1:]), {}
+
+            def gather() -> HyperDTensor:
+                shard = as_layout(
+                    source, device_mesh, self.input_layouts, async_op=True, module=mod
                 )
-            return (source, *args[1:]), {}
+                return deferred_gather(shard, (Replicate(),))
+
+            boundary = (device_mesh, self.input_layouts)
+            return (shared_deferred_gather(source, mod, boundary, gather), *args[1:]), {}
 
         return _apply_mc2(self, linear, device_mesh, "all_gather", prepare_input)
 
@@ -130,14 +133,12 @@ class MC2RowwiseParallel(RowwiseParallel):
             mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
             tensor = first_input(self, mod, args, kwargs)
-            hyper = as_layout(
-                tensor,
-                device_mesh,
-                self.input_layouts,
-                self.desired_input_layouts,
-                async_op=True,
-                module=mod,
-            )
+            if not isinstance(tensor, DTensor):
+                tensor = as_layout(
+                    tensor, device_mesh, self.input_layouts, async_op=True, module=mod
+                )
+            mod.require_row(tensor)
+            hyper = as_layout(tensor, device_mesh, self.desired_input_layouts, async_op=True)
             return (hyper, *args[1:]), {}
 
         return _apply_mc2(self, linear, device_mesh, "reduce_scatter", prepare_input)
@@ -179,15 +180,7 @@ def _checked_linear(style: Any, module: nn.Module, mesh: DeviceMesh, mode: Mode)
             f"Expected a 1-D mesh, got {mesh} ({type(style).__name__}). Pass the TP axis, such as "
             f'mesh["tp"].'
         )
-    checked_options(
-        mode,
-        module.in_features,
-        module.out_features,
-        module.weight.dtype,
-        mesh.device_type,
-        mesh.get_group(),
-        style.options,
-    )
+    checked_options(module, mode, mesh.device_type, mesh.get_group(), style.options)
     return module
 
 

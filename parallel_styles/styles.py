@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
-from mc2.shared_gather import shared_deferred_gather
+from mc2.shared_gather import deferred_gather
 from parallel_styles.boundaries import (
     Layouts,
     as_layout,
@@ -266,7 +266,7 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
             return input
         if self.defer and desired_layout == Replicate() and isinstance(input, torch.Tensor):
             sharded = as_layout(input, mesh, (input_layout,), async_op=True)
-            return shared_deferred_gather(input, (desired_layout,), lambda: sharded)
+            return deferred_gather(sharded, (desired_layout,))
         return _converted(self, input, mesh, input_layout, desired_layout, self.use_local_output)
 
     def __repr__(self) -> str:

@@ -200,9 +200,16 @@ def _run_hop(
     current, target = hop.src_dst_placements
     hop_mesh, mesh_dim = transform_mesh(hop, mesh), hop.mesh_dim
     ranks = hop_mesh.size(mesh_dim)
-    if current == target or ranks == 1:
+    if current == target:
         return local
-    if is_strided_shard(current) or is_strided_shard(target):
+    strided = is_strided_shard(current) or is_strided_shard(target)
+    if not strided:
+        fused = _fused_hop(local, hop, hop_mesh, defer)
+        if fused is not None:
+            return fused
+    if ranks == 1:
+        return local
+    if strided:
         return _strided_hop(materialized(local, hop), hop, hop_mesh)
     axis = mesh_axis(hop_mesh, mesh_dim)
     # What is gathered counts in the sizes the planner tells; what is scattered, in those of the
@@ -210,15 +217,6 @@ def _run_hop(
     logical = hop.logical_shape
     if current.is_replicate():
         return _split_locally(local, target, hop_mesh, mesh_dim)
-
-    if isinstance(local, PendingLocal) and local.state is PendingState.DEFERRED:
-        consumer = "reduce_scatter" if target.is_shard() else "all_reduce"
-        rule = find_rule(local.kind, consumer) if current.is_partial() else None
-        if rule is not None:
-            return rule(local, current, target, axis, local.shape)
-    if defer and current.is_shard() and target.is_replicate():
-        sizes = chunk_sizes(logical[current.dim], ranks)
-        return collectives.defer_all_gather(local, current.dim, axis, sizes)
     local = materialized(local, hop)
 
     if current.is_shard():
@@ -247,6 +245,28 @@ def _run_hop(
         f"Expected a change of placement that torch supports, got {current} to {target} "
         f"(redistribute to {target_spec}). Go through Replicate()."
     )
+
+
+def _fused_hop(
+    local: torch.Tensor, hop: TransformInfo, mesh: DeviceMesh, defer: bool
+) -> torch.Tensor | None:
+    """What a fused rule makes of a hop, or a gather left to one; None if it is a plain hop.
+
+    On one rank too, where nothing is sent: a fused layer runs its kernel there all the same.
+    """
+    current, target = hop.src_dst_placements
+    if current.is_partial() and isinstance(local, PendingLocal):
+        if local.state is not PendingState.DEFERRED:
+            return None
+        rule = find_rule(local.kind, "reduce_scatter" if target.is_shard() else "all_reduce")
+        if rule is None:
+            return None
+        return rule(local, current, target, mesh_axis(mesh, hop.mesh_dim), local.shape)
+    if defer and current.is_shard() and target.is_replicate():
+        axis = mesh_axis(mesh, hop.mesh_dim)
+        sizes = chunk_sizes(hop.logical_shape[current.dim], axis.size)
+        return collectives.defer_all_gather(local, current.dim, axis, sizes)
+    return None
 
 
 def _split_locally(
