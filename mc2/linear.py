@@ -62,7 +62,7 @@ class MC2Linear(nn.Linear):
     _mc2: _Configuration | None = None
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear) -> MC2Linear:
+    def from_linear(cls, linear: nn.Module) -> MC2Linear:
         """Turns a Linear into an MC2Linear: the same object, with its parameters, hooks and names.
 
         Args:

@@ -63,8 +63,12 @@ class MC2ColwiseParallel(ColwiseParallel):
         )
         self.options = FusionOptions(kernel, chunks, regather, column_backward).checked()
 
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Raises what applying the style would, and changes nothing."""
+        _check_linear(self, module, device_mesh, "all_gather")
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linear = _checked_linear(self, module, device_mesh, "all_gather")
+        self.check(module, device_mesh)
 
         def prepare_input(
             mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -82,7 +86,7 @@ class MC2ColwiseParallel(ColwiseParallel):
             boundary = (device_mesh, self.input_layouts)
             return (shared_deferred_gather(source, mod, boundary, gather), *args[1:]), {}
 
-        return _apply_mc2(self, linear, device_mesh, "all_gather", prepare_input)
+        return _apply_mc2(self, module, device_mesh, "all_gather", prepare_input)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {_describe(self.options)})"
@@ -125,8 +129,12 @@ class MC2RowwiseParallel(RowwiseParallel):
         )
         self.options = FusionOptions(kernel, chunks).checked()
 
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Raises what applying the style would, and changes nothing."""
+        _check_linear(self, module, device_mesh, "reduce_scatter")
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linear = _checked_linear(self, module, device_mesh, "reduce_scatter")
+        self.check(module, device_mesh)
         self.desired_input_layouts = (Shard(-1),)
 
         def prepare_input(
@@ -141,22 +149,26 @@ class MC2RowwiseParallel(RowwiseParallel):
             hyper = as_layout(tensor, device_mesh, self.desired_input_layouts, async_op=True)
             return (hyper, *args[1:]), {}
 
-        return _apply_mc2(self, linear, device_mesh, "reduce_scatter", prepare_input)
+        return _apply_mc2(self, module, device_mesh, "reduce_scatter", prepare_input)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {_describe(self.options)})"
 
 
 def _apply_mc2(
-    style: Any, linear: nn.Linear, mesh: DeviceMesh, mode: Mode, prepare_input: Any
+    style: Any, module: nn.Module, mesh: DeviceMesh, mode: Mode, prepare_input: Any
 ) -> nn.Module:
-    def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        style._partition_linear_fn(name, module, mesh)
-
     layouts = style.input_layouts if mode == "all_gather" else style.output_layouts
     options = style.options
-    attach_style(style, linear, mesh, partition, prepare_input, prepare_layer_output(style, mesh))
-    return MC2Linear.from_linear(linear).configure_mc2(
+    attach_style(
+        style,
+        module,
+        mesh,
+        style._partition_linear_fn,
+        prepare_input,
+        prepare_layer_output(style, mesh),
+    )
+    return MC2Linear.from_linear(module).configure_mc2(
         mode,
         mesh,
         sequence_dim=layouts[0].dim,
@@ -167,8 +179,7 @@ def _apply_mc2(
     )
 
 
-def _checked_linear(style: Any, module: nn.Module, mesh: DeviceMesh, mode: Mode) -> nn.Linear:
-    """The module, if it can be fused: asked before anything is changed or communicated."""
+def _check_linear(style: Any, module: nn.Module, mesh: DeviceMesh, mode: Mode) -> None:
     if type(module) is not nn.Linear:
         raise TypeError(
             f"Expected an nn.Linear, got {type(module).__name__} ({type(style).__name__}). A fused "
@@ -181,7 +192,6 @@ def _checked_linear(style: Any, module: nn.Module, mesh: DeviceMesh, mode: Mode)
             f'mesh["tp"].'
         )
     checked_options(module, mode, mesh.device_type, mesh.get_group(), style.options)
-    return module
 
 
 def _check_sequence_layout(argument: str, layout: Any, style: str) -> None:

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from mc2.errors import MC2ConstraintError
+from parallel_styles.mc2_styles import MC2ColwiseParallel, MC2RowwiseParallel
 from parallel_styles.styles import check_applicable, distributes_parameters
 
 _PREPARE_STYLES = (
@@ -73,6 +75,7 @@ def parallelize_module(
         The module.
 
     Raises:
+        MC2ConstraintError: layers of the plan cannot be fused.
         NotImplementedError: a style does not fit its module.
         RuntimeError: a module has a style already, or is given two.
         TypeError: a plan that is neither a style nor a dict of styles.
@@ -101,6 +104,7 @@ def parallelize_module(
                 module, device_mesh, {pattern: style}, src_data_rank=src_data_rank
             )
         planned.extend(matched.values())
+    _check_fusable(device_mesh, planned)
     for path, found, style in planned:
         check_applicable(style, found, path)
     _check_one_style_each(planned)
@@ -134,6 +138,21 @@ def _ties(module: nn.Module) -> list[list[_Use]]:
             if parameter is not None:
                 uses.setdefault(id(parameter), []).append(_Use(path, submodule, name))
     return [places for places in uses.values() if len(places) > 1]
+
+
+def _check_fusable(mesh: DeviceMesh | None, planned: list[_Planned]) -> None:
+    """Refuses a plan with layers that cannot be fused, with every reason of each."""
+    if mesh is None:
+        return  # the current mesh is looked up later; each style checks then
+    messages = []
+    for path, module, style in planned:
+        if isinstance(style, (MC2ColwiseParallel, MC2RowwiseParallel)):
+            try:
+                style.check(module, mesh)
+            except MC2ConstraintError as error:
+                messages.append(f"Module {path!r}: {error}" if path else str(error))
+    if messages:
+        raise MC2ConstraintError("\n".join(messages))
 
 
 def _check_one_style_each(planned: list[_Planned]) -> None:
