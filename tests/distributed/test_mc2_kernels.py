@@ -418,8 +418,10 @@ def test_opcheck(ctx: RankContext, kernel: str) -> None:
     extra = (2, False) if kernel == "pipelined" else ()
     tests = ("test_schema", "test_faketensor")
     weight = torch.randn(6, 5)
-    args = (torch.randn(layout.local_rows, 6), [weight, weight], *rows, True, group, *extra)
-    torch.library.opcheck(chosen.ops["all_gather_matmul"], args, test_utils=tests)
+    shard = torch.randn(layout.local_rows, 6)
+    for gather_output in (True, False):
+        args = (shard, [weight, weight], *rows, gather_output, group, *extra)
+        torch.library.opcheck(chosen.ops["all_gather_matmul"], args, test_utils=tests)
     args = ([torch.randn(layout.rows, 6)], [weight], *rows, group, *extra)
     torch.library.opcheck(chosen.ops["matmul_reduce_scatter"], args, test_utils=tests)
 
