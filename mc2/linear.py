@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -188,6 +189,7 @@ class MC2Linear(nn.Linear):
             # Refused now rather than in backward, when half of the step is done.
             operations.append("matmul_reduce_scatter")
         self._require(config, operations, gathered.dtype, layout)
+        _require_fused_alike(local.recipe, config.options)
         bias = None if self.bias is None else as_autocast(self.bias)
         return all_gather_linear(gathered, as_autocast(self.weight), bias, config.options)
 
@@ -252,6 +254,13 @@ class MC2Linear(nn.Linear):
         )
         _require(get_kernel(config.options.kernel), dict.fromkeys(operations, facts))
 
+    def shared_gather(
+        self, source: torch.Tensor, boundary: Hashable, make: Callable[[], HyperDTensor]
+    ) -> HyperDTensor:
+        """`shared_deferred_gather` for this column, among columns that are fused alike."""
+        fused_as = _fused_as(self._configuration().options)
+        return shared_deferred_gather(source, self, (boundary, fused_as), make)
+
     def _deferred_input(self, input: DTensor, config: _Configuration) -> HyperDTensor:
         """A column's input as the deferred gather of its sequence shard."""
         dim = _sequence_dim(config, input)
@@ -264,9 +273,7 @@ class MC2Linear(nn.Linear):
                     f"gathered first: put the tensor parallel axis last in the mesh."
                 )
             whole = _with_axis(placements, axis, Replicate())
-            return shared_deferred_gather(
-                input, self, whole, lambda: deferred_gather(as_hyper(input), whole)
-            )
+            return self.shared_gather(input, whole, lambda: deferred_gather(as_hyper(input), whole))
         local = input._local_tensor
         recipe = local.recipe if isinstance(local, PendingLocal) else None
         if (
@@ -351,6 +358,26 @@ def _require(kernel: Kernel, facts: Mapping[Operation, CallFacts]) -> None:
     messages = [describe_reasons(kernel.name, op, found) for op, found in reasons.items() if found]
     if messages:
         raise MC2ConstraintError("\n".join(messages))
+
+
+def _fused_as(options: FusionOptions) -> tuple[str, str]:
+    """What columns must have in common to add up their grad_inputs before one reduction."""
+    return options.kernel, options.column_backward
+
+
+def _require_fused_alike(gather: DeferredAllGather, options: FusionOptions) -> None:
+    first, this = _readers.setdefault(gather, _fused_as(options)), _fused_as(options)
+    if this != first:
+        raise MC2ConstraintError(
+            f"Expected the columns that share a deferred gather to be fused alike, got kernel and "
+            f"column_backward {this} besides {first} (MC2Linear in mode 'all_gather'). Give them "
+            f"the same, or each its own gather: no defer=True."
+        )
+
+
+_readers: weakref.WeakKeyDictionary[DeferredAllGather, tuple[str, str]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _will_differentiate(input: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from mc2.errors import MC2ConstraintError
 from mc2.linear import MC2Linear, Mode, checked_options
 from mc2.options import ColumnBackward, FusionOptions
-from mc2.shared_gather import deferred_gather, shared_deferred_gather
+from mc2.shared_gather import deferred_gather
 from parallel_styles.boundaries import as_layout, attach_style, first_input, prepare_layer_output
 from parallel_styles.styles import ColwiseParallel, RowwiseParallel, check_applicable
 from pending_dtensor import HyperDTensor
@@ -71,7 +71,7 @@ class MC2ColwiseParallel(ColwiseParallel):
         self.check(module, device_mesh)
 
         def prepare_input(
-            mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+            mod: MC2Linear, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
             source = first_input(self, mod, args, kwargs)
             if isinstance(source, DTensor):
@@ -84,7 +84,7 @@ class MC2ColwiseParallel(ColwiseParallel):
                 return deferred_gather(shard, (Replicate(),))
 
             boundary = (device_mesh, self.input_layouts)
-            return (shared_deferred_gather(source, mod, boundary, gather), *args[1:]), {}
+            return (mod.shared_gather(source, boundary, gather), *args[1:]), {}
 
         return _apply_mc2(self, module, device_mesh, "all_gather", prepare_input)
 
@@ -138,7 +138,7 @@ class MC2RowwiseParallel(RowwiseParallel):
         self.desired_input_layouts = (Shard(-1),)
 
         def prepare_input(
-            mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+            mod: MC2Linear, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
             tensor = first_input(self, mod, args, kwargs)
             if not isinstance(tensor, DTensor):
