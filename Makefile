@@ -31,7 +31,7 @@ bench: $(STAMP)
 
 # The property tests again, with many more examples and new ones each time.
 fuzz: $(STAMP)
-	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/properties
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests -m hypothesis
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

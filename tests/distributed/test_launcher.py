@@ -346,7 +346,7 @@ def test_a_hung_test_cannot_pass(tmp_path: Path) -> None:
             import sys
             from tests.common.distributed_launcher import on_ranks
 
-            @on_ranks(1, 2, timeout_s=3)
+            @on_ranks(1, 2, timeout_s=6)
             def test_hangs_on_rank_1(ctx):
                 while ctx.rank == 1:
                     pass
@@ -365,7 +365,7 @@ def test_a_hung_test_cannot_pass(tmp_path: Path) -> None:
         [*command, "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert run.returncode == 1, run.stdout
@@ -382,7 +382,7 @@ def wait_and_loop(ctx: RankContext) -> None:
     dist.barrier()
 
 
-def test_no_process_outlives_a_killed_parent() -> None:
+def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
         from tests.common.distributed_launcher import pool
@@ -391,7 +391,12 @@ def test_no_process_outlives_a_killed_parent() -> None:
         pool(2).run(wait_and_loop)
         """
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed parent cannot tidy up
+    )
     assert parent.stdout is not None
     with parent.stdout:
         idle, looping, waiting = (int(pid) for pid in parent.stdout.readline().split())
