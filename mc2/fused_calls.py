@@ -17,7 +17,7 @@ from mc2.torch_compat import resolve_group
 from pending_dtensor.collectives import Axis, DeferredAllGather, chunk_sizes
 from pending_dtensor.consistency import check_consistent
 from pending_dtensor.events import OverlapEvent, record_event
-from pending_dtensor.pending import PendingState
+from pending_dtensor.pending import Launch, PendingState
 from pending_dtensor.pending_local import PendingLocal, materialized
 
 
@@ -109,7 +109,7 @@ def linear_reduce_scatter(
         logical_shape: shape before the reduce-scatter.
 
     Returns:
-        This rank's part of the reduced sum, bias added once.
+        This rank's part of the reduced sum, bias added once: in flight, as far as the kernel can.
 
     Raises:
         MC2ConstraintError: the kernel cannot do it; nothing was sent.
@@ -147,9 +147,17 @@ def linear_reduce_scatter(
         message_elements=layout.max_rows * layout.ranks * local.shape[-1],
         group=axis.group,
     )
-    result = get_kernel(options.kernel).matmul_reduce_scatter(
+    started = get_kernel(options.kernel).start_matmul_reduce_scatter(
         terms, layout, resolve_group(axis.group), chunks=options.chunks
     )
-    _finish_event(event, result.report)
-    out = result.out.view(*local.shape[:dim], sizes[axis.rank], *local.shape[dim + 1 :])
-    return out if recipe.bias is None else out.add_(recipe.bias)
+    if event is not None:
+        event.detail = str(started.report)
+    shape = (*local.shape[:dim], sizes[axis.rank], *local.shape[dim + 1 :])
+
+    def finish(*buffers: torch.Tensor) -> torch.Tensor:
+        out = started.finish(*buffers).view(shape)
+        return out if recipe.bias is None else out.add_(recipe.bias)
+
+    first, *more = started.buffers
+    launch = Launch("reduce_scatter", axis.group, first, finish, event=event, more=tuple(more))
+    return PendingLocal.in_flight(launch, shape)

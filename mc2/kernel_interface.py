@@ -9,8 +9,9 @@ would record it is an error.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -59,6 +60,20 @@ class ScatteredMatmul(NamedTuple):
     """Result of `Kernel.matmul_reduce_scatter`."""
 
     out: torch.Tensor
+    report: KernelReport
+
+
+class StartedScatter(NamedTuple):
+    """Result of `Kernel.start_matmul_reduce_scatter`.
+
+    Attributes:
+        buffers: what the collectives are filling, to be waited for by ``wait_tensor``.
+        finish: makes the result of the filled buffers, ``finish(*buffers)``.
+        report: what the call did so far.
+    """
+
+    buffers: list[torch.Tensor]
+    finish: Callable[..., torch.Tensor]
     report: KernelReport
 
 
@@ -239,6 +254,54 @@ class Kernel(ABC):
         Raises:
             MC2ConstraintError: the kernel cannot run this; nothing was communicated.
         """
+        schedule, args = self._prepare_scatter(terms, layout, group, chunks)
+        with blocked_time() as blocked:
+            out = self.ops["matmul_reduce_scatter"](*args)
+        report = KernelReport(self.name, schedule.chunks, schedule.steps, blocked.seconds)
+        return ScatteredMatmul(out, report)
+
+    def start_matmul_reduce_scatter(
+        self,
+        terms: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        layout: RowLayout,
+        group: dist.ProcessGroup,
+        *,
+        chunks: Chunks = "auto",
+    ) -> StartedScatter:
+        """As `matmul_reduce_scatter`, but returns while the last rows are on their way.
+
+        What is computed next, such as grad_weight, hides them. A kernel without such an op returns
+        its result finished.
+        """
+        if self.start_op is None:
+            out, report = self.matmul_reduce_scatter(terms, layout, group, chunks=chunks)
+            return StartedScatter([out], lambda out: out, report)
+        schedule, args = self._prepare_scatter(terms, layout, group, chunks)
+        with blocked_time() as blocked:
+            buffers = self.start_op(*args)
+        report = KernelReport(self.name, schedule.chunks, schedule.steps, blocked.seconds)
+        finish = functools.partial(self.finish_scatter, layout, schedule)
+        return StartedScatter(buffers, finish, report)
+
+    @property
+    def start_op(self) -> Any | None:
+        """The ``torch.ops.mc2`` op behind `start_matmul_reduce_scatter`, if the kernel has one."""
+        return None
+
+    def finish_scatter(
+        self, layout: RowLayout, schedule: Schedule, *buffers: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's rows, made of what `start_op` returned and its collectives have filled."""
+        raise NotImplementedError(f"kernel {self.name!r} starts nothing")
+
+    def _prepare_scatter(
+        self,
+        terms: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        layout: RowLayout,
+        group: dist.ProcessGroup,
+        chunks: Chunks,
+    ) -> tuple[Schedule, tuple[Any, ...]]:
+        """Checks a matmul_reduce_scatter, and gives its schedule and the arguments of its ops."""
         facts = CallFacts(
             ranks=layout.ranks,
             contractions=(sum(weight.shape[0] for _, weight in terms),),
@@ -250,19 +313,17 @@ class Kernel(ABC):
         operands = [(x, layout.rows, weight) for x, weight in terms]
         self._require("matmul_reduce_scatter", facts, operands)
         schedule = self.schedule(layout, terms[0][1], chunks)
-        with blocked_time() as blocked:
-            out = self.ops["matmul_reduce_scatter"](
-                [x.contiguous() for x, _ in terms],
-                [weight for _, weight in terms],
-                layout.outer,
-                layout.sizes,
-                layout.inner,
-                layout.rank,
-                self.op_group(group),
-                *schedule.extra_args,
-            )
-        report = KernelReport(self.name, schedule.chunks, schedule.steps, blocked.seconds)
-        return ScatteredMatmul(out, report)
+        args = (
+            [x.contiguous() for x, _ in terms],
+            [weight for _, weight in terms],
+            layout.outer,
+            layout.sizes,
+            layout.inner,
+            layout.rank,
+            self.op_group(group),
+            *schedule.extra_args,
+        )
+        return schedule, args
 
     def operand_reasons(self, x: torch.Tensor, weight: torch.Tensor) -> list[str]:
         """Further reasons against a pair of operands that have fitting shapes."""

@@ -130,12 +130,36 @@ def matmul_reduce_scatter_op(name: str, extra_args: str) -> Callable[[Callable[.
     ) -> torch.Tensor:
         return xs[0].new_empty(outer * sizes[rank] * inner, weights[0].shape[1])
 
-    def flops(
-        xs: Sequence[Sequence[int]], weights: Sequence[Sequence[int]], *_: object, **__: object
-    ) -> int:
-        return 2 * xs[0][0] * sum(math.prod(weight) for weight in weights)
+    return _define_op(name, schema, fake, _scatter_flops)
 
-    return _define_op(name, schema, fake, flops)
+
+def matmul_scatter_start_op(
+    name: str, extra_args: str, buffer_shapes: Callable[..., list[tuple[int, int]]]
+) -> Callable[[Callable[..., Any]], Any]:
+    """Defines ``torch.ops.mc2.<name>``: a matmul_reduce_scatter whose result is in flight.
+
+    The op returns the buffers that its collectives are filling, which have to be waited for.
+
+    Args:
+        name: of the op.
+        extra_args: schema of the arguments after ``rank``.
+        buffer_shapes: shapes of these buffers; called with the features N and the arguments of the
+            op from ``outer`` on.
+    """
+    schema = f"(Tensor[] xs, Tensor[] weights, {_LAYOUT_ARGS}, {extra_args}) -> Tensor[]"
+
+    def fake(
+        xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *args: Any
+    ) -> list[torch.Tensor]:
+        return [xs[0].new_empty(shape) for shape in buffer_shapes(weights[0].shape[1], *args)]
+
+    return _define_op(name, schema, fake, _scatter_flops)
+
+
+def _scatter_flops(
+    xs: Sequence[Sequence[int]], weights: Sequence[Sequence[int]], *_: object, **__: object
+) -> int:
+    return 2 * xs[0][0] * sum(math.prod(weight) for weight in weights)
 
 
 def _define_op(

@@ -41,21 +41,30 @@ def reduce_rows(partial: torch.Tensor, layout: RowLayout, group_name: str) -> to
 
     Uneven rows are padded to those of the rank that has most. One copy, unless even and rank-major.
     """
+    return own_rows(wait_tensor(start_reduce_rows(partial, layout, group_name)), layout)
+
+
+def start_reduce_rows(partial: torch.Tensor, layout: RowLayout, group_name: str) -> torch.Tensor:
+    """Starts the reduce-scatter of `reduce_rows`; `own_rows` makes the result of what it fills."""
     features = partial.shape[1]
     if layout.rows * features == 0:
-        return partial.new_empty(layout.local_rows, features)
+        return partial.new_empty(layout.max_rows, features)
     longest = max(layout.sizes) * layout.inner
     if layout.is_even and layout.is_rank_major:
         by_rank = partial
     else:
         segments = [_pad(layout.segments(partial, rank), longest) for rank in range(layout.ranks)]
         by_rank = torch.cat(segments).view(-1, features)
-    reduced = wait_tensor(
-        _functional.reduce_scatter_tensor(by_rank, "sum", layout.ranks, group_name)
-    )
+    return _functional.reduce_scatter_tensor(by_rank, "sum", layout.ranks, group_name)
+
+
+def own_rows(padded: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    """This rank's rows ``(m_r, F)`` out of as many as the rank with most has, padded by segment."""
+    if layout.is_even:
+        return padded
     segment = layout.sizes[layout.rank] * layout.inner
-    padded = reduced.view(layout.outer, longest, features)
-    return padded[:, :segment].reshape(layout.local_rows, features)
+    by_segment = padded.view(layout.outer, -1, padded.shape[1]) if layout.outer else padded[None]
+    return by_segment[:, :segment].reshape(layout.local_rows, padded.shape[1])
 
 
 def _pad(segments: torch.Tensor, rows: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ from pending_dtensor.errors import (
 from pending_dtensor.events import OverlapEvent
 from pending_dtensor.torch_compat import below_autograd
 
-Finish = Callable[[torch.Tensor], torch.Tensor]
+Finish = Callable[..., torch.Tensor]
 
 
 class PendingState(str, Enum):
@@ -53,6 +53,8 @@ class Launch(NamedTuple):
         finish: turns the filled buffer into the value; None if the buffer is the value.
         source: the tensor the collective reads from, if a caller could still write to it.
         event: its line in the overlap log.
+        more: further outputs of the same launch, waited for with ``buffer`` and handed to
+            ``finish`` after it.
     """
 
     kind: str
@@ -61,6 +63,7 @@ class Launch(NamedTuple):
     finish: Finish | None = None
     source: torch.Tensor | None = None
     event: OverlapEvent | None = None
+    more: tuple[torch.Tensor, ...] = ()
 
 
 class Recipe(Protocol):
@@ -95,9 +98,10 @@ class Pending:
     """One value that is deferred, in flight or ready.
 
     Fields: ``kind`` names the producer; ``_recipe`` is set while deferred; while in flight
-    ``_buffer`` (of our own launch, with ``_source`` and ``_source_version``) or ``_parent`` (of
-    another's), and ``_finish``; ``_value`` when ready; ``_error`` once a wait has failed, and then
-    every read raises it again. ``_dependents`` are made from this value when they are read.
+    ``_buffer`` (of our own launch, with ``_more``, ``_source`` and ``_source_version``) or
+    ``_parent`` (of another's), and ``_finish``; ``_value`` when ready; ``_error`` once a wait has
+    failed, and then every read raises it again. ``_dependents`` are made from this value when they
+    are read.
     """
 
     __slots__ = (
@@ -109,6 +113,7 @@ class Pending:
         "_finish",
         "_inference",
         "_lock",
+        "_more",
         "_parent",
         "_recipe",
         "_source",
@@ -126,6 +131,7 @@ class Pending:
         self._recipe: Recipe | None = None
         self._parent: Readable | None = None
         self._buffer: torch.Tensor | None = None
+        self._more: tuple[torch.Tensor, ...] = ()
         self._finish: Finish | None = None
         self._source: torch.Tensor | None = None
         self._source_version = 0
@@ -155,6 +161,7 @@ class Pending:
         self.state = PendingState.IN_FLIGHT
         self._recipe = None
         self._buffer = launch.buffer
+        self._more = launch.more
         self._finish = launch.finish
         self._event = launch.event
         if launch.source is not None and not launch.source.is_inference():
@@ -253,13 +260,15 @@ class Pending:
             # Collectives write below autograd, so nothing here may be recorded.
             with torch.no_grad(), self._mode_of_creation(), below_autograd():
                 filled = self._filled_buffer()
-                self._value = filled if self._finish is None else self._finish(filled)
+                more = [torch.ops._c10d_functional.wait_tensor(buffer) for buffer in self._more]
+                self._value = filled if self._finish is None else self._finish(filled, *more)
         except Exception as error:
             self._error = error
             raise
         finally:
             if self._error is not None or self._value is not None:
                 self._buffer = self._parent = self._finish = self._source = None
+                self._more = ()
                 _in_flight.discard(self)
             if event is not None:
                 event.end_wait()
@@ -288,11 +297,14 @@ class Pending:
         buffer = self._buffer
         if buffer is None or self._error is not None:
             return
+        buffers = (buffer, *self._more)
         self._buffer = self._finish = self._source = None
+        self._more = ()
         self._error = RuntimeError(f"this {self.kind} was released unread")
         # A failed collective that nobody reads has no one to report to.
-        with contextlib.suppress(Exception):
-            torch.ops._c10d_functional.wait_tensor(buffer)
+        for buffer in buffers:
+            with contextlib.suppress(Exception):
+                torch.ops._c10d_functional.wait_tensor(buffer)
 
     def __del__(self) -> None:
         self.release()

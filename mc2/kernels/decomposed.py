@@ -10,8 +10,13 @@ import torch
 import torch.distributed as dist
 
 from mc2.kernel_interface import CallFacts, Chunks, Kernel, Operation, Schedule
-from mc2.kernel_ops import all_gather_matmul_op, matmul_reduce_scatter_op, sum_of_matmuls
-from mc2.row_collectives import gather_rows, reduce_rows
+from mc2.kernel_ops import (
+    all_gather_matmul_op,
+    matmul_reduce_scatter_op,
+    matmul_scatter_start_op,
+    sum_of_matmuls,
+)
+from mc2.row_collectives import gather_rows, own_rows, reduce_rows, start_reduce_rows
 from mc2.row_layout import RowLayout
 
 
@@ -45,6 +50,26 @@ def _matmul_reduce_scatter(
     return reduce_rows(partial, RowLayout(outer, tuple(sizes), inner, rank), group)
 
 
+def _buffer_shapes(
+    features: int, outer: int, sizes: list[int], inner: int, rank: int, group: str
+) -> list[tuple[int, int]]:
+    return [(outer * max(sizes) * inner, features)]
+
+
+@matmul_scatter_start_op("decomposed_matmul_scatter_start", "str group", _buffer_shapes)
+def _start_matmul_reduce_scatter(
+    xs: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    outer: int,
+    sizes: list[int],
+    inner: int,
+    rank: int,
+    group: str,
+) -> list[torch.Tensor]:
+    partial = sum_of_matmuls(list(zip(xs, weights, strict=True)))
+    return [start_reduce_rows(partial, RowLayout(outer, tuple(sizes), inner, rank), group)]
+
+
 class DecomposedKernel(Kernel):
     """The collective and the matmul one after the other: nothing overlaps.
 
@@ -71,6 +96,17 @@ class DecomposedKernel(Kernel):
     def schedule(self, layout: RowLayout, message: torch.Tensor, chunks: Chunks) -> Schedule:
         """One collective."""
         return Schedule(chunks=1, steps=1)
+
+    @property
+    def start_op(self) -> Any:
+        """The matmul, and the launch of its reduce-scatter."""
+        return _start_matmul_reduce_scatter
+
+    def finish_scatter(
+        self, layout: RowLayout, schedule: Schedule, *buffers: torch.Tensor
+    ) -> torch.Tensor:
+        """Takes the padding off."""
+        return own_rows(buffers[0], layout)
 
     def op_group(self, group: dist.ProcessGroup) -> str:
         """Its name."""

@@ -10,7 +10,7 @@ each piece as soon as it is made. With `chunks` > 1 every rank's rows travel as 
 A step is an ``all_to_all_single`` in which each rank has one destination and one source. Compared
 with send and receive it is matched by the group's order of collectives, so that no other message
 can be mistaken for it and an empty rank still takes part; and every backend has it. On gloo it was
-0.6 to 1.0 of the time of send and receive with 2 ranks, and with 4 ranks up to 1.8 for tiny pieces
+0.6 to 1.0 of the time of send and receive with 2 ranks, and with 4 ranks up to 2.7 for tiny pieces
 (which go in one step) and 0.7 to 1.0 from 256 KiB on.
 
 [Note: decided alike on every rank]
@@ -29,7 +29,14 @@ import torch
 import torch.distributed as dist
 
 from mc2.kernel_interface import CallFacts, Chunks, Kernel, Operation, Schedule
-from mc2.kernel_ops import all_gather_matmul_op, matmul_reduce_scatter_op, sum_of_matmuls, wait
+from mc2.kernel_ops import (
+    all_gather_matmul_op,
+    matmul_reduce_scatter_op,
+    matmul_scatter_start_op,
+    sum_of_matmuls,
+    wait,
+    wait_tensor,
+)
 from mc2.row_collectives import gather_rows
 from mc2.row_layout import Piece, RowLayout
 from mc2.torch_compat import resolve_group
@@ -129,7 +136,10 @@ def _all_gather_matmul(
     return [not_gathered if gathered is None else gathered, *outs]
 
 
-@matmul_reduce_scatter_op("pipelined_matmul_reduce_scatter", "str group, int chunks, bool one_step")
+_SCATTER_ARGS = "str group, int chunks, bool one_step"
+
+
+@matmul_reduce_scatter_op("pipelined_matmul_reduce_scatter", _SCATTER_ARGS)
 def _matmul_reduce_scatter(
     xs: list[torch.Tensor],
     weights: list[torch.Tensor],
@@ -142,20 +152,70 @@ def _matmul_reduce_scatter(
     one_step: bool,
 ) -> torch.Tensor:
     layout = RowLayout(outer, tuple(sizes), inner, rank)
-    features = weights[0].shape[1]
-    out = xs[0].new_empty(layout.local_rows, features)
+    blocks = _start_blocks(xs, weights, layout, group, chunks, one_step)
+    return _sum_blocks([wait_tensor(block) for block in blocks], layout, chunks, one_step)
+
+
+def _block_shapes(
+    features: int,
+    outer: int,
+    sizes: list[int],
+    inner: int,
+    rank: int,
+    group: str,
+    chunks: int,
+    one_step: bool,
+) -> list[tuple[int, int]]:
+    """Shapes of what `_start_blocks` returns."""
+    layout = RowLayout(outer, tuple(sizes), inner, rank)
+    if one_step or layout.rows * features == 0:
+        return [(layout.ranks * layout.local_rows, features)]
+    mine = layout.pieces(rank, chunks)
+    steps = _steps_between_peers(layout, chunks)
+    received = [_at(mine, index) for _ in range(1, layout.ranks) for index in range(steps)]
+    rows = [0 if piece is None else piece.rows for piece in (*mine, *received)]
+    return [(count, features) for count in rows]
+
+
+@matmul_scatter_start_op("pipelined_matmul_scatter_start", _SCATTER_ARGS, _block_shapes)
+def _start_matmul_reduce_scatter(
+    xs: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    outer: int,
+    sizes: list[int],
+    inner: int,
+    rank: int,
+    group: str,
+    chunks: int,
+    one_step: bool,
+) -> list[torch.Tensor]:
+    layout = RowLayout(outer, tuple(sizes), inner, rank)
+    return _start_blocks(xs, weights, layout, group, chunks, one_step)
+
+
+def _start_blocks(
+    xs: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    layout: RowLayout,
+    group: str,
+    chunks: int,
+    one_step: bool,
+) -> list[torch.Tensor]:
+    """All ranks' summands of this rank's rows: its own pieces first, then those on their way.
+
+    In one step they are one tensor, the ranks' in order.
+    """
+    rank, features = layout.rank, weights[0].shape[1]
     if layout.rows * features == 0:
-        return out
-    process_group = resolve_group(group)
+        return [xs[0].new_empty(layout.ranks * layout.local_rows, features)]
     if one_step:
         partial = sum_of_matmuls(list(zip(xs, weights, strict=True)))
-        _reduce_in_one_step(out, partial, layout, process_group)
-        return out
+        return [_start_one_step(partial, layout, group)]
 
     def block(owner: int, piece: Piece | None) -> torch.Tensor:
         """This rank's summand of a piece."""
         if piece is None:
-            return out[:0]
+            return xs[0].new_empty(0, features)
         terms = [
             (layout.select(x, owner, piece).reshape(piece.rows, -1), weight)
             for x, weight in zip(xs, weights, strict=True)
@@ -163,25 +223,50 @@ def _matmul_reduce_scatter(
         return sum_of_matmuls(terms)
 
     mine = layout.pieces(rank, chunks)
-    steps = []
+    received = []
     for distance in range(1, layout.ranks):
-        theirs = layout.pieces((rank - distance) % layout.ranks, chunks)
-        source = (rank + distance) % layout.ranks
+        to, source = (rank - distance) % layout.ranks, (rank + distance) % layout.ranks
+        theirs = layout.pieces(to, chunks)
         for index in range(_steps_between_peers(layout, chunks)):
-            sent = block((rank - distance) % layout.ranks, _at(theirs, index))
+            sent = block(to, _at(theirs, index))
             piece = _at(mine, index)
-            received = out.new_empty(0 if piece is None else piece.rows, features)
-            work = _exchange(received, sent, distance, layout, process_group)
-            steps.append(_Step(work, sent, received, source, piece))
-    blocks = {(rank, piece): block(rank, piece) for piece in mine}
-    for step in steps:
-        wait(step.work)
-        if step.piece is not None:
-            blocks[step.owner, step.piece] = step.received
-    for piece in mine:
-        in_rank_order = [blocks[source, piece] for source in range(layout.ranks)]
-        _sum_into(layout.select_local(out, rank, piece), in_rank_order)
+            incoming, outgoing = [0] * layout.ranks, [0] * layout.ranks
+            incoming[source] = 0 if piece is None else piece.rows
+            outgoing[to] = sent.shape[0]
+            received.append(_start_all_to_all(sent, incoming, outgoing, group))
+    return [*(block(rank, piece) for piece in mine), *received]
+
+
+def _sum_blocks(
+    blocks: Sequence[torch.Tensor], layout: RowLayout, chunks: int, one_step: bool
+) -> torch.Tensor:
+    """This rank's rows of the sum over ranks, of what `_start_blocks` returned, waited for."""
+    features = blocks[0].shape[1]
+    if one_step or layout.rows * features == 0:
+        out = blocks[0].new_empty(layout.local_rows, features)
+        _sum_into(out, list(blocks[0].view(layout.ranks, layout.local_rows, features)))
+        return out
+    mine = layout.pieces(layout.rank, chunks)
+    steps = _steps_between_peers(layout, chunks)
+    out = blocks[0].new_empty(layout.local_rows, features)
+    for index, piece in enumerate(mine):
+        summands = {layout.rank: blocks[index]}
+        for distance in range(1, layout.ranks):
+            source = (layout.rank + distance) % layout.ranks
+            summands[source] = blocks[len(mine) + (distance - 1) * steps + index]
+        in_rank_order = [summands[source] for source in range(layout.ranks)]
+        _sum_into(layout.select_local(out, layout.rank, piece), in_rank_order)
     return out
+
+
+def _start_all_to_all(
+    sent: torch.Tensor, incoming: list[int], outgoing: list[int], group: str
+) -> torch.Tensor:
+    # As bytes, so that a dtype need not be known to the process group.
+    received = torch.ops._c10d_functional.all_to_all_single(
+        sent.view(torch.uint8), incoming, outgoing, group
+    )
+    return received.view(sent.dtype)
 
 
 def _exchange(
@@ -210,18 +295,13 @@ def _all_to_all(
     return dist.all_to_all_single(*as_bytes, incoming, outgoing, group=group, async_op=True)
 
 
-def _reduce_in_one_step(
-    out: torch.Tensor, partial: torch.Tensor, layout: RowLayout, group: dist.ProcessGroup
-) -> None:
-    """Sends every rank its rows of ``partial`` at once, and adds up what came for ``out``."""
+def _start_one_step(partial: torch.Tensor, layout: RowLayout, group: str) -> torch.Tensor:
+    """Sends every rank its rows of ``partial`` at once; what comes are all ranks' rows for this."""
     if not layout.is_rank_major:
         parts = [layout.segments(partial, rank) for rank in range(layout.ranks)]
         partial = torch.cat([part.reshape(-1, partial.shape[1]) for part in parts])
-    received = partial.new_empty(layout.ranks, *out.shape)
     outgoing = [layout.rows_of(rank) for rank in range(layout.ranks)]
-    incoming = [layout.local_rows] * layout.ranks
-    wait(_all_to_all(received.flatten(0, 1), partial, incoming, outgoing, group))
-    _sum_into(out, list(received))
+    return _start_all_to_all(partial, [layout.local_rows] * layout.ranks, outgoing, group)
 
 
 def _sum_into(out: torch.Tensor, summands: Sequence[torch.Tensor]) -> None:
@@ -289,6 +369,17 @@ class PipelinedKernel(Kernel):
         cut = _steps_between_peers(layout, chunks)
         steps = 1 if one_step else (layout.ranks - 1) * cut
         return Schedule(max(cut, 1), steps if row_bytes else 0, (chunks, one_step))
+
+    @property
+    def start_op(self) -> Any:
+        """The matmuls, and the launch of each piece as it is made."""
+        return _start_matmul_reduce_scatter
+
+    def finish_scatter(
+        self, layout: RowLayout, schedule: Schedule, *buffers: torch.Tensor
+    ) -> torch.Tensor:
+        """Adds up in rank order."""
+        return _sum_blocks(buffers, layout, *schedule.extra_args)
 
     def op_group(self, group: dist.ProcessGroup) -> str:
         """Its name."""

@@ -90,6 +90,31 @@ def test_all_gather_matmul_equals_the_unsharded_matmul(
             assert report.steps == report.chunks * (ctx.world_size - 1)
 
 
+@every_kernel
+@on_ranks(2, 3, 4)
+def test_started_scatter_is_in_flight_and_ends_as_the_finished_one(
+    ctx: RankContext, kernel: str, chunks: Any
+) -> None:
+    chosen = get_kernel(kernel)
+    for layout in layouts(ctx):
+        terms = terms_of(ctx.rank, layout.rows, 3, torch.float32)
+        expected, _ = chosen.matmul_reduce_scatter(terms, layout, dist.group.WORLD, chunks=chunks)
+        if ctx.rank == 0 and layout.rows and layout.outer == 3:
+            time.sleep(0.1)
+        started = chosen.start_matmul_reduce_scatter(terms, layout, dist.group.WORLD, chunks=chunks)
+        in_flight = torch._C._distributed_c10d._get_work_registry_size()
+        assert in_flight == (started.report.steps if layout.rows else 0), layout
+        buffers = [torch.ops._c10d_functional.wait_tensor(buffer) for buffer in started.buffers]
+        assert torch.equal(started.finish(*buffers), expected), layout
+    args = (
+        [x for x, _ in terms],
+        [weight for _, weight in terms],
+        *(layout.outer, layout.sizes, layout.inner, layout.rank, dist.group.WORLD.group_name),
+        *((2, False) if kernel == "pipelined" else ()),
+    )
+    torch.library.opcheck(chosen.start_op, args, test_utils=("test_schema", "test_faketensor"))
+
+
 def terms_of(rank: int, rows: int, features: int, dtype: torch.dtype) -> list[Any]:
     """Three terms of different contractions, one of them empty on rank 1."""
     contractions = (3, 1, 0 if rank == 1 else 4)
