@@ -304,8 +304,13 @@ class PendingLocal(AsyncCollectiveTensor):
 
     # -- torch.compile boundary --------------------------------------------------------------------
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["elem"], None
+    @property
+    def __tensor_flatten__(self) -> Callable[[], tuple[list[str], None]]:
+        """Torch's way to the inner tensors. A deferred collective has none that may be read."""
+        recipe = self.recipe if self.state is PendingState.DEFERRED else None
+        if recipe is not None and not recipe.is_local:
+            raise AttributeError("a deferred collective has no inner tensor yet")
+        return lambda: (["elem"], None)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -428,6 +433,10 @@ def _pending_view(
     if func in (aten.detach.default, aten.alias.default):
         return tensor.alias()
     shapes = func(_metadata_twin(tensor), *args, **kwargs)
+    if isinstance(shapes, torch.Tensor) and _shows_the_same(shapes, tensor):
+        # Such as the view that a backward hook makes of a module's input: no step to replay, and
+        # still all of the value to a fused rule.
+        return tensor.alias()
 
     def wrap(like: torch.Tensor, step: ViewStep) -> PendingLocal:
         return _wrap(
@@ -448,6 +457,15 @@ def _pending_view(
         return lambda value: func(value, *args, **kwargs)[i]
 
     return type(shapes)(wrap(like, part(i)) for i, like in enumerate(shapes))
+
+
+def _shows_the_same(like: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (
+        like.dtype == tensor.dtype
+        and like.size() == tensor.size()
+        and like.stride() == tensor.stride()
+        and like.storage_offset() == tensor.storage_offset()
+    )
 
 
 def _read(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
