@@ -270,9 +270,12 @@ def local_to_hyper(
     if run_check:
         local = check_local_metadata(local, spec, shape_given=shape is not None)
     grads = _gradient_placements(grad_placements, spec)
-    if async_backward:
-        _reserve_place_after_launch(local)
-    return _FromLocal.apply(local, spec, async_backward, grads)
+    tensor = _FromLocal.apply(local, spec, async_backward, grads)
+    if async_backward and Replicate() in spec.placements:
+        # A node of its own reduces the gradient: _FromLocal would wait in it if local is a leaf.
+        same = _Move(spec.placements, True, local.dtype, local.dtype, None)
+        tensor = _redistribute(tensor, same)
+    return tensor
 
 
 def as_hyper(tensor: DTensor) -> HyperDTensor:
@@ -370,9 +373,7 @@ class _FromLocal(torch.autograd.Function):
         ctx.grad_placements = grad_placements
         if not spec.mesh._is_current_rank_part_of_mesh():
             local = local.new_empty(0)
-        # In a checkpoint's recompute a detach would wait, taken for one of a leaf's gradient.
-        pending = isinstance(local, PendingLocal)
-        return _wrap(local.alias() if pending else local.detach(), spec)
+        return _wrap(local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:

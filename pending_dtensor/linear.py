@@ -28,7 +28,6 @@ from torch.distributed.tensor.placement_types import Placement
 from pending_dtensor.fused_rules import find_rule
 from pending_dtensor.hyper_dtensor import (
     HyperDTensor,
-    _FromLocal,
     _Redistribute,
     _wrap,
     dispatcher,
@@ -197,14 +196,12 @@ def finished_late(
     if not torch.is_grad_enabled() or not input.requires_grad:
         return weight, bias
     number = _number_after_launch(input.grad_fn)
-    trainable = [p for p in (weight, bias) if p is not None and p.requires_grad]
-    if number is None or not trainable:
+    if number is None or not weight.requires_grad:
         return weight, bias
-    late = _FinishGradients.apply(*trainable)
+    bias_late = bias is not None and bias.requires_grad
+    late = _FinishGradients.apply(weight, *((bias,) if bias_late else ()))
     late[0].grad_fn._set_sequence_nr(number)
-    weight_ = late[0] if weight.requires_grad else weight
-    bias_ = late[-1] if bias is not None and bias.requires_grad else bias
-    return weight_, bias_
+    return late[0], late[-1] if bias_late else bias
 
 
 def _number_after_launch(node: Any) -> int | None:
@@ -212,7 +209,7 @@ def _number_after_launch(node: Any) -> int | None:
     for _ in range(_MAX_VIEWS_BEFORE_LINEAR):
         if node is None:
             return None
-        if isinstance(node, (_Redistribute._backward_cls, _FromLocal._backward_cls)):
+        if isinstance(node, _Redistribute._backward_cls):
             return node._sequence_nr() - 1 if node.async_op else None
         if len(node.next_functions) != 1:
             return None
