@@ -21,7 +21,7 @@ from pending_dtensor.torch_compat import (
     DTensorSpec,
     OutputSharding,
     TensorMeta,
-    in_backward_without_grad,
+    accumulating_gradient,
     is_tracing,
     no_dispatch,
 )
@@ -29,6 +29,15 @@ from pending_dtensor.torch_compat import (
 aten = torch.ops.aten
 
 _MAX_REMEMBERED = 8192
+
+
+# By these a leaf takes its gradient over or adds to it. It then holds what torch would give it.
+_TAKES_GRADIENT_OVER = {
+    aten.detach.default,
+    aten.clone.default,
+    aten.new_empty_strided.default,
+    aten.add.Tensor,
+}
 
 
 class _Fallback:
@@ -116,11 +125,8 @@ class OpDispatcher:
         Raises:
             NotImplementedError: DTensor has no sharding rule for the op.
         """
-        if op is aten.detach.default and in_backward_without_grad():
-            # AccumulateGrad takes a gradient over by detaching it: a leaf gets what torch gives it.
-            tensor = args[0]
-            local = materialized(tensor._local_tensor, op).detach()
-            return DTensor(local, tensor._spec, requires_grad=False)
+        if op in _TAKES_GRADIENT_OVER and accumulating_gradient():
+            return op(*map(_finished, args), **kwargs)
         key, local_args = _key_and_locals(op, args, kwargs)
         if key is None:
             return self._through_torch(op, args, kwargs)
@@ -255,6 +261,13 @@ class OpDispatcher:
             return out
 
         return wrap(op(*whole_args, **whole_kwargs))
+
+
+def _finished(arg: Any) -> Any:
+    """A DTensor of any kind as torch's own, with a finished local tensor; else ``arg`` itself."""
+    if not isinstance(arg, DTensor):
+        return arg
+    return DTensor(materialized(arg._local_tensor), arg._spec, requires_grad=False)
 
 
 def _key_and_locals(

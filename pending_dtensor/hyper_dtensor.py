@@ -76,8 +76,14 @@ class HyperDTensor(DTensor):
         # Saved as torch's own class, so that loading needs neither this package nor any trust in
         # it. Tensor.__reduce_ex__ looks at the class, so it is asked of a plain DTensor.
         local = materialized(self._local_tensor).detach()
+        if local.storage_offset():
+            local = local.clone()  # torch saves no DTensor whose local tensor has an offset
         plain = DTensor(local, self._spec, requires_grad=self.requires_grad)
         return plain.__reduce_ex__(protocol)
+
+    def data_ptr(self) -> int:
+        """Zero: the data are the local tensor's. Torch's gives that tensor's offset."""
+        return 0
 
     @staticmethod
     def from_local(

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map_only
 from pending_dtensor.pending import Launch, Pending, PendingState, Recipe
 from pending_dtensor.torch_compat import (
     AsyncCollectiveTensor,
+    accumulating_gradient,
     forbid_raw_access,
-    in_backward_without_grad,
     no_dispatch,
 )
 
@@ -336,9 +336,9 @@ class PendingLocal(AsyncCollectiveTensor):
             if func in _METADATA_ONLY:
                 return _from_metadata(func, first, args[1:], kwargs)
             if _is_view(func):
-                # AccumulateGrad takes a gradient over by detaching it. What reaches a leaf is read
-                # by people who know nothing of us, so it is finished here.
-                if func is aten.detach.default and in_backward_without_grad():
+                # A leaf takes its gradient over by detaching it. It is read by people who know
+                # nothing of us, so it is finished here.
+                if func is aten.detach.default and accumulating_gradient():
                     return func(first.materialize(func))
                 if not first.completed:
                     return _pending_view(func, first, args[1:], kwargs)

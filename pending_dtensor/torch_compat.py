@@ -37,6 +37,7 @@ __all__ = [
     "OutputSharding",
     "TensorMeta",
     "TransformInfo",
+    "accumulating_gradient",
     "assert_no_mixed_partial_types",
     "below_autograd",
     "check_tensor_meta",
@@ -44,7 +45,6 @@ __all__ = [
     "current_mesh",
     "forbid_raw_access",
     "group_is_alive",
-    "in_backward_without_grad",
     "is_mask_partial",
     "is_strided_shard",
     "is_tracing",
@@ -127,9 +127,10 @@ def transform_avg_scale(hop: TransformInfo) -> int | None:
     return hop.avg_scale if isinstance(hop, _FlattenedTransformInfo) else None
 
 
-def in_backward_without_grad() -> bool:
-    """Whether the autograd engine runs and records no graph, as a checkpoint's recompute does."""
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+def accumulating_gradient() -> bool:
+    """Whether what runs now is a leaf taking its gradient over, or a hook of that."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 def reserve_sequence_nr() -> None:
