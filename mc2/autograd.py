@@ -96,13 +96,13 @@ class ColumnLinear(torch.autograd.Function):
             if options.column_backward == "overlap":
                 local = term.x.matmul(term.weight_t)
             grad_input = HyperDTensor(local, plan.grad_input, requires_grad=False)
-        rows = grad_out.reshape(-1, grad_out.shape[-1])
+        rows = grad_out.flatten(0, -2)
         grad_weight = grad_bias = None
         if needs_weight:
 
             def weight_gradient() -> torch.Tensor:
                 x = saved_input if regathered is None else regathered.materialize()
-                return rows.t().mm(x.reshape(-1, x.shape[-1]))
+                return rows.t().mm(x.flatten(0, -2))
 
             shape = (grad_out.shape[-1], plan.grad_input.shape[-1])
             grad_weight = late_gradient(weight_gradient, plan.grad_weight, shape, ctx.late)

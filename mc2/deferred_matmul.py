@@ -20,8 +20,7 @@ class Term(NamedTuple):
 
     def rows(self) -> torch.Tensor:
         """``x`` finished and flattened to (M, K)."""
-        x = materialized(self.x, "a deferred matmul")
-        return x.reshape(-1, x.shape[-1])
+        return materialized(self.x, "a deferred matmul").flatten(0, -2)
 
 
 class DeferredMatmul:
@@ -67,7 +66,7 @@ class DeferredMatmul:
             group="",
             detail=f"a matmul deferred for kernel {self.options.kernel!r} was read unreduced",
         )
-        return out.view(*self.lead, -1)
+        return out.view(*self.lead, out.shape[-1])
 
     def start(self) -> Readable:
         """Never: it is local, so it is computed."""

@@ -45,8 +45,7 @@ def gather_matmul(
         )
     lead = tuple(gathered.shape[:-1])
     if gathered.state is PendingState.READY:
-        rows = gathered.materialize().reshape(-1, gathered.shape[-1])
-        return (rows @ weight_t).view(*lead, -1)
+        return gathered.materialize() @ weight_t
     if gathered.state is not PendingState.DEFERRED:
         raise MC2ConstraintError(
             f"Expected a gather that was not started, got {gathered!r}: it runs unfused already. "
@@ -71,7 +70,7 @@ def gather_matmul(
         group=axis.group,
     )
     result = get_kernel(options.kernel).all_gather_matmul(
-        part.reshape(-1, part.shape[-1]),
+        part.flatten(0, -2),
         [weight_t],
         layout,
         resolve_group(axis.group),
@@ -80,7 +79,7 @@ def gather_matmul(
     _finish_event(event, result.report)
     assert result.gathered is not None
     gathered.complete(result.gathered.view(gathered.shape))
-    return result.outs[0].view(*lead, -1)
+    return result.outs[0].view(*lead, weight_t.shape[1])
 
 
 def _finish_event(event: OverlapEvent | None, report: KernelReport) -> None:

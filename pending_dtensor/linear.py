@@ -270,12 +270,12 @@ class _Linear(torch.autograd.Function):
             local = grad_local.matmul(materialized(weight._local_tensor))
             grad_input = _wrap(local, plan.grad_input)
 
-        rows = functools.partial(grad_local.reshape, -1, grad_local.shape[-1])
+        rows = functools.partial(grad_local.flatten, 0, -2)  # -1 would be ambiguous for no features
         if needs_weight:
 
             def weight_gradient() -> torch.Tensor:
                 x = materialized(input._local_tensor)
-                return rows().t().mm(x.reshape(-1, x.shape[-1]))
+                return rows().t().mm(x.flatten(0, -2))
 
             shape = (grad_local.shape[-1], input._local_tensor.shape[-1])
             grad_weight = late_gradient(weight_gradient, plan.grad_weight, shape, ctx.late)
