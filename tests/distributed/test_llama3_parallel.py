@@ -20,6 +20,7 @@ if IN_RANK_PROCESS:
 
     from examples.torch.llama3.model import ModelArgs, Transformer
     from examples.torch.llama3.parallelize import parallelize_llama3
+    from mc2 import MC2ConstraintError
     from pending_dtensor import record_overlap
 
 N_LAYERS = 2
@@ -92,6 +93,24 @@ def test_equals_the_unsharded_model(
     )
     actual = forward_backward(model, with_loss_parallel=with_loss_parallel)
     torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kernel", ["pipelined", "decomposed"])
+@on_ranks(2, 4)
+def test_fused_equals_the_unsharded_model(ctx: RankContext, kernel: str) -> None:
+    expected = forward_backward(make_model(torch.float64))
+    model = parallelized(
+        ctx, torch.float64, sequence_parallel=True, enable_mc2=True, mc2_kernel=kernel
+    )
+    with record_overlap() as log:
+        actual = forward_backward(model)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+    halves = 2 * N_LAYERS
+    assert log.summary()["by_kernel"] == {
+        kernel: 4 * halves,  # column and row, forward and backward; siblings share theirs
+        "unfused": 2 + 3,  # of the embedding and of the head, as without MC2
+    }
+    assert log.summary()["fallbacks"] == 0
 
 
 @on_ranks(2)
@@ -206,7 +225,7 @@ def test_what_does_not_fit_is_refused(ctx: RankContext) -> None:
     model = make_model(torch.float32)
     with pytest.raises(ValueError, match="enable_sequence_parallel=True with enable_mc2=True"):
         parallelize_llama3(model, ctx.mesh(), enable_mc2=True, enable_sequence_parallel=False)
-    with pytest.raises(NotImplementedError, match="enable_mc2"):
+    with pytest.raises(MC2ConstraintError, match="could run here"):  # auto: no npu
         parallelize_llama3(model, ctx.mesh(), enable_mc2=True)
     with pytest.raises(ValueError, match="1-D tp_mesh, got 2 axes"):
         parallelize_llama3(model, ctx.mesh(1, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from examples.torch.llama3 import demo
 
 
 def result(mode: str, losses: list[float]) -> dict[str, Any]:
-    step = {"exposed_s": 0.25, "by_kind": {"all_gather": 3}}
+    step = {
+        "exposed_s": 0.25,
+        "by_kind": {"all_gather": 3},
+        "by_kernel": {"unfused": 1, "pipelined": 2},
+    }
     return {
         "mode": mode,
         "losses": losses,
@@ -46,23 +51,21 @@ def test_losses_that_do_not_fall_are_a_fault() -> None:
     assert "Expected losses that fall by a tenth" in demo.faults(demo.REFERENCE, flat, flat)[0]
 
 
-@pytest.mark.parametrize(("async_losses", "status"), [(FALLING, 0), ([*FALLING[:-1], 2.9], 1)])
+@pytest.mark.parametrize("wrong_mode", [None, demo.ASYNC, demo.MC2])
 def test_exit_status_and_table(
-    async_losses: list[float],
-    status: int,
+    wrong_mode: demo.Mode | None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fake_run(mode: demo.Mode, *, ranks: int, steps: int) -> dict[str, Any]:
+    def fake_run(modes: Sequence[demo.Mode], *, ranks: int, steps: int) -> list[dict[str, Any]]:
         assert (ranks, steps) == (2, 5)
-        if mode is demo.REFERENCE:
-            return result("sync", FALLING)
-        return result("async", async_losses)
+        wrong = [*FALLING[:-1], 2.9]
+        return [result(m.flags[-1], wrong if m is wrong_mode else FALLING) for m in modes]
 
     monkeypatch.setattr(demo, "run", fake_run)
     monkeypatch.setattr("sys.argv", ["demo.py", "--steps", "5"])
-    assert demo.main() == status
+    assert demo.main() == (0 if wrong_mode is None else 1)
     printed = capsys.readouterr().out
-    row = next(line.split() for line in printed.splitlines() if line.startswith("async "))
-    assert row[:2] == ["async", "5.000000"]
-    assert row[4:7] == ["0.500", "0.2500", "15"]
+    row = next(line.split() for line in printed.splitlines() if line.startswith("pipelined "))
+    assert row[1] == "5.000000"
+    assert row[4:] == ["0.500", "0.2500", "15", "0", "0", "0", "10"]

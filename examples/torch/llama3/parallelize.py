@@ -16,8 +16,13 @@ half of a block is gather -> column-parallel -> row-parallel -> reduce-scatter:
     norm                 Sequence          Shard(1)  -> Shard(1)
     output               Colwise           Shard(1)  -> Replicate, or Shard(-1) for loss parallel
 
-Without it the residual stream is replicated: every Shard(1) above reads Replicate, the norms run
-unsharded, and each half of a block ends in an all-reduce.
+With MC2 the collectives of attention and feed-forward run inside the matmul kernels: MC2Colwise and
+MC2Rowwise take the place of Colwise and Rowwise, and PrepareModuleInput(defer=True) that of
+SharedInput. The embedding and the head stay as they are: an embedding has no matmul to fuse, and
+the head's output leaves through a gather of its own.
+
+Without sequence parallelism the residual stream is replicated: every Shard(1) above reads
+Replicate, the norms run unsharded, and each half of a block ends in an all-reduce.
 """
 
 from __future__ import annotations
@@ -32,6 +37,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from examples.torch.llama3.model import ModelArgs, Transformer
 from parallel_styles import (
     ColwiseParallel,
+    MC2ColwiseParallel,
+    MC2RowwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -90,8 +98,8 @@ def parallelize_llama3(
             inside `torch.distributed.tensor.parallel.loss_parallel()`.
         enable_mc2: fuse each collective of attention and feed-forward with its matmul. Needs
             sequence parallelism.
-        async_redistribute: let the styles' collectives run while other work goes on. The results
-            are the same bit by bit.
+        async_redistribute: let the collectives that are not fused run while other work goes on. The
+            results are the same bit by bit.
         mc2_kernel: the kernel that runs the fused pairs; `"auto"` is the device's own.
 
     Returns:
@@ -100,7 +108,7 @@ def parallelize_llama3(
     Raises:
         ValueError: the model's sizes do not divide by the number of ranks, the mesh is not 1-D, or
             MC2 is asked for without sequence parallelism.
-        NotImplementedError: MC2 is asked for; it is not available yet.
+        MC2ConstraintError: MC2 is asked for and the kernel cannot run here.
     """
     _check_divisible(model.args, tp_mesh)
     if enable_mc2 and not enable_sequence_parallel:
@@ -148,11 +156,25 @@ def _block_plan(residual: Placement, *, async_op: bool) -> dict[str, ParallelSty
 
 
 def _mc2_block_plan(kernel: str) -> dict[str, ParallelStyle]:
-    """Styles of attention and feed-forward inside one block, fused."""
-    raise NotImplementedError(
-        f"Expected enable_mc2=False, got True with mc2_kernel={kernel!r} (parallelize_llama3). "
-        "The MC2 styles do not exist yet: use async_redistribute."
-    )
+    """Styles of attention and feed-forward inside one block, fused; needs sequence parallelism.
+
+    The parent defers its gather, and the first column to read it fuses with it; its siblings take
+    what that kernel gathered.
+    """
+    column = MC2ColwiseParallel(input_layouts=Shard(1), kernel=kernel)
+    row = MC2RowwiseParallel(output_layouts=Shard(1), kernel=kernel)
+    return {
+        "attention": PrepareModuleInput(  # its second argument, the rotary table, stays as it is
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None), defer=True
+        ),
+        "attention.w[qkv]": column,
+        "attention.wo": row,
+        "feed_forward": PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), defer=True
+        ),
+        "feed_forward.w[13]": column,
+        "feed_forward.w2": row,
+    }
 
 
 def _check_divisible(args: ModelArgs, tp_mesh: DeviceMesh) -> None:

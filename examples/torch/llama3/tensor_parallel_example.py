@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
@@ -55,7 +56,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     plan.add_argument(
         "--loss-parallel", action=flag, default=False, help="keep the logits sharded in the loss"
     )
-    plan.add_argument("--mc2-kernel", help="fuse collectives and matmuls with this kernel")
+    plan.add_argument(
+        "--mc2-kernel", help="fuse collectives and matmuls: pipelined, decomposed, ascend, or auto"
+    )
     plan.add_argument("--device", default="cpu", help="device type: cpu, cuda, npu")
     train = parser.add_argument_group("training")
     train.add_argument("--text", type=Path, help="file to learn; default Python's own library")
@@ -147,29 +150,42 @@ def check_same_text(text: torch.Tensor) -> None:
         )
 
 
-def run_rank(rank: int, args: argparse.Namespace, store: str | None = None) -> None:
+def run_rank(rank: int, runs: Sequence[argparse.Namespace], store: str | None = None) -> None:
     """Runs one rank from start to end.
 
     Args:
         rank: its number on this machine, which is also its device's.
-        args: the command line, with `tp` filled in.
+        runs: command lines with one `tp` and `device`, trained one after the other.
         store: file through which the ranks find each other; None under torchrun, whose environment
             says how.
     """
-    if args.device != "cpu":
+    device, ranks = runs[0].device, runs[0].tp
+    if device != "cpu":
         torch.accelerator.set_device_index(rank)
-    backend = dist.get_default_backend_for_device(args.device)
+    backend = dist.get_default_backend_for_device(device)
     if store is None:
         dist.init_process_group(backend)
     else:
-        file_store = dist.FileStore(store, args.tp)
-        dist.init_process_group(backend, store=file_store, rank=rank, world_size=args.tp)
+        file_store = dist.FileStore(store, ranks)
+        dist.init_process_group(backend, store=file_store, rank=rank, world_size=ranks)
     try:
-        result = train(args)
-        if dist.get_rank() == 0:
-            report(result, args.json_out)
+        for args in runs:
+            result = train(args)
+            if dist.get_rank() == 0:
+                report(result, args.json_out)
     finally:
         dist.destroy_process_group()
+
+
+def launch(runs: Sequence[argparse.Namespace]) -> None:
+    """Starts the ranks on this machine and waits for them; `runs` as in `run_rank`."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share this machine's cores
+    if sys.platform == "linux":
+        # All ranks are here. Otherwise gloo looks up the host's name, which may not be known.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        torch.multiprocessing.spawn(run_rank, (runs, store), nprocs=runs[0].tp)
 
 
 def report(result: dict[str, Any], json_out: Path | None) -> None:
@@ -195,16 +211,10 @@ def main() -> None:
                 f"Expected --tp to be torchrun's {ranks} ranks, got {args.tp}. Leave --tp out."
             )
         args.tp = ranks
-        run_rank(int(os.environ["LOCAL_RANK"]), args)
-        return
-    args.tp = args.tp or 2
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share this machine's cores
-    if sys.platform == "linux":
-        # All ranks are here. Otherwise gloo looks up the host's name, which may not be known.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        torch.multiprocessing.spawn(run_rank, (args, store), nprocs=args.tp)
+        run_rank(int(os.environ["LOCAL_RANK"]), [args])
+    else:
+        args.tp = args.tp or 2
+        launch([args])
 
 
 if __name__ == "__main__":
