@@ -92,8 +92,7 @@ def parallelize_module(
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
             raise TypeError(
-                f"Expected a ParallelStyle for {pattern!r}, got {type(style).__name__} "
-                f"(parallelize_module)."
+                f"Expected a ParallelStyle for {pattern!r}, got {style!r} (parallelize_module)."
             )
         # By id, so that a module found by two paths is parallelized once.
         matched = {
