@@ -152,10 +152,12 @@ def linear_reduce_scatter(
     if event is not None:
         event.detail = str(started.report)
     shape = (*local.shape[:dim], sizes[axis.rank], *local.shape[dim + 1 :])
+    # A copy, for the output may be read after the optimizer has written to the bias.
+    bias = None if recipe.bias is None else recipe.bias.clone()
 
     def finish(*buffers: torch.Tensor) -> torch.Tensor:
         out = started.finish(*buffers).view(shape)
-        return out if recipe.bias is None else out.add_(recipe.bias)
+        return out if bias is None else out.add_(bias)
 
     first, *more = started.buffers
     launch = Launch("reduce_scatter", axis.group, first, finish, event=event, more=tuple(more))

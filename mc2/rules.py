@@ -42,7 +42,7 @@ def all_gather_linear(
         MC2ConstraintError: the kernel cannot do it, or the operands do not fit; nothing was sent.
     """
     if options is None:
-        options = FusionOptions(resolve_kernel("auto", input.device.type).name)
+        options = _options_of_a_plain_linear(input)
     plan = plan_linear(input._spec, weight._spec, None if bias is None else bias._spec)
     if plan is None:
         raise MC2ConstraintError(
@@ -52,6 +52,16 @@ def all_gather_linear(
         )
     weight_, bias_ = finished_late(input, weight, bias)
     return ColumnLinear.apply(input, weight_, bias_, weight, plan, options)
+
+
+def _options_of_a_plain_linear(input: HyperDTensor) -> FusionOptions:
+    try:
+        return FusionOptions(resolve_kernel("auto", input.device.type).name)
+    except MC2ConstraintError as error:
+        raise MC2ConstraintError(
+            f"{error} Here an nn.Linear that is no MC2Linear was handed a deferred gather: give it "
+            f"MC2ColwiseParallel(kernel=...), or do not defer its input."
+        ) from None
 
 
 register_fused_rule("all_gather", "linear", all_gather_linear)

@@ -332,7 +332,12 @@ class PendingLocal(AsyncCollectiveTensor):
         if func is aten.is_same_size.default:
             return args[0].shape == args[1].shape
         first = args[0] if args else None
-        if isinstance(first, PendingLocal) and first._value is None:
+        if not isinstance(first, PendingLocal):
+            return _read(func, args, kwargs)
+        if first.completed and first.recipe is not None and _is_view(func):
+            # A fused rule completed it, and another may ask for its recipe still.
+            return _pending_view(func, first, args[1:], kwargs)
+        if first._value is None:
             if func in _METADATA_ONLY:
                 return _from_metadata(func, first, args[1:], kwargs)
             if _is_view(func):

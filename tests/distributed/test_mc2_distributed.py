@@ -10,6 +10,7 @@ import contextlib
 import copy
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -592,8 +593,6 @@ def test_regather_saves_a_shard_and_gathers_behind_grad_input(
 def test_overlap_reduces_while_grad_weights_are_made(
     ctx: RankContext, kernel: str, told: bool
 ) -> None:
-    import time
-
     x = whole_numbers(*shape_for(1))
     for cls, columns in ((MLP, ["w1"]), (QKVO, ["q", "k", "v"])):
         model = make(cls)
