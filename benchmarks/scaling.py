@@ -1,0 +1,279 @@
+"""How cost grows with sequence, ranks, rate and pieces; and a model of it that looks further.
+
+An MLP, forward + backward, sequence-first, on 2 and 4 ranks. A cost model is fitted to some of the
+sequence lengths, checked on the others, and predicts 8 to 64 ranks.
+
+    python -m benchmarks.scaling        # about a quarter of an hour
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.cost_model import CHUNKS, Machine, Measured, Shape, errors, fit
+from benchmarks.interleaved import ROUNDS, Run, Sample, slowest_rank
+from benchmarks.rank_processes import rank_processes
+from benchmarks.results_file import cores, table, write_results
+from benchmarks.slow_link import slow_link_or_loopback
+
+HIDDEN, INTERMEDIATE = 256, 1024
+RANK_COUNTS = (2, 4)
+SEQUENCES = (256, 512, 1024, 2048, 4096, 8192)
+HELD_OUT = (512, 2048)
+RATES = (20e6, 80e6, 320e6)
+FIXED_CHUNKS = (1, 2, 4, 8)
+PREDICTED_RANKS = (8, 16, 32, 64)
+ROWS_TIMED_TOGETHER = 2048  # shorter sequences are run several times for one sample
+
+AUTO_OVER_TORCH = 1.05
+AUTO_OVER_BEST = 1.10
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sequence length on one link.
+
+    Attributes:
+        shape: sizes and rate.
+        link: description.
+        auto_chunks: how often "auto" cut into how many pieces, in one forward and backward.
+        samples: seconds of forward + backward by variant; MC2's are ``auto`` and by chunk count.
+    """
+
+    shape: Shape
+    link: str
+    auto_chunks: str
+    samples: dict[str, Sample]
+
+    def ratio(self, variant: str, other: str) -> float:
+        """Seconds over seconds, median of the rounds' ratios."""
+        return self.samples[variant].ratio_to(self.samples[other]).median
+
+    def best_fixed(self) -> str:
+        """The fixed chunk count that was fastest."""
+        return min(map(str, FIXED_CHUNKS), key=lambda name: self.samples[name].median)
+
+    def measured(self) -> Measured:
+        """As the cost model takes it."""
+        medians = {name: sample.median for name, sample in self.samples.items()}
+        return Measured(
+            self.shape,
+            medians["compute"],
+            medians["collectives"],
+            medians["point to point"],
+            medians["torch"],
+            {chunks: medians[str(chunks)] for chunks in FIXED_CHUNKS},
+        )
+
+
+# -- on the ranks ----------------------------------------------------------------------------------
+
+
+def measure(sequence: int, rounds: int) -> tuple[dict[str, Any], str]:
+    """Checks that the variants agree, then times them; also tells what "auto" chose."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from benchmarks import workloads
+    from benchmarks.interleaved import repeated, run_interleaved
+    from pending_dtensor import record_overlap
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    workload = workloads.Workload("mlp", True, 1, sequence, HIDDEN, INTERMEDIATE)
+    steps = {name: workloads.parallel_step(workload, name, mesh) for name in ("torch", "async")}
+    for chunks in ("auto", *FIXED_CHUNKS):
+        step = workloads.parallel_step(workload, "mc2 fused", mesh, chunks=chunks)
+        steps[str(chunks)] = step
+    workloads.check_equal(steps)
+    with record_overlap() as log:
+        steps["auto"]()
+    chosen = ", ".join(event.detail.partition(" ")[2] for event in log.collectives)
+    runs: dict[str, Run] = {
+        "compute": workloads.compute_step(workload, mesh),
+        "collectives": workloads.communication(workload, mesh, point_to_point=False),
+        "point to point": workloads.communication(workload, mesh, point_to_point=True),
+        **steps,
+    }
+    times = max(1, ROWS_TIMED_TOGETHER // sequence)
+    together = {name: repeated(run, times) for name, run in runs.items()}
+    taken = run_interleaved(together, rounds=rounds, warm_up=1, barrier=dist.barrier)
+    return {
+        name: [[seconds / times for seconds in phases[0]]] for name, phases in taken.items()
+    }, chosen
+
+
+# -- in the parent ---------------------------------------------------------------------------------
+
+
+def measure_all(args: argparse.Namespace) -> list[Case]:
+    """Every rank count, rate and sequence length."""
+    cases = []
+    for count in args.ranks:
+        with (
+            slow_link_or_loopback(count, RATES[0]) as link,
+            rank_processes(link, count) as ranks,
+        ):
+            for rate in args.rate if link.is_slow else [math.inf]:
+                link.set_rate(rate)
+                for sequence in args.sequence:
+                    answers = ranks.call(measure, sequence=sequence, rounds=args.rounds)
+                    samples = slowest_rank([taken for taken, _ in answers])
+                    cases.append(
+                        Case(
+                            Shape(count, sequence, HIDDEN, INTERMEDIATE, rate),
+                            link.description,
+                            answers[0][1],
+                            {name: phases[0] for name, phases in samples.items()},
+                        )
+                    )
+                    print(row(cases[-1]), file=sys.stderr, flush=True)
+    return cases
+
+
+def row(case: Case) -> list[str]:
+    """One line of the table of measurements."""
+    best = case.best_fixed()
+    return [
+        f"{case.shape.rows}",
+        *(f"{case.samples[name].median * 1e3:.2f}" for name in case.samples),
+        f"{max(sample.spread for sample in case.samples.values()):.1%}",
+        f"{case.ratio('auto', 'torch'):.3f}",
+        f"{case.ratio('auto', best):.3f} ({best})",
+        case.auto_chunks,
+    ]
+
+
+def measurements(cases: Sequence[Case]) -> str:
+    """The tables, one for each link."""
+    parts = []
+    for link in dict.fromkeys(case.link for case in cases):
+        there = [case for case in cases if case.link == link]
+        header = [
+            "seq",
+            *(f"{name} [ms]" for name in there[0].samples),
+            "spread <=",
+            "auto / torch",
+            "auto / best fixed",
+            "chosen",
+        ]
+        parts += [link, table(header, [row(case) for case in there]), crossover(there)]
+    return "\n\n".join(parts)
+
+
+def crossover(cases: Sequence[Case]) -> str:
+    """From which sequence length on MC2 is faster, in words."""
+    slower = [case.shape.rows for case in cases if case.ratio("auto", "torch") > 1]
+    faster = [case.shape.rows for case in cases if case.shape.rows > max(slower, default=0)]
+    if not slower:
+        return "MC2 (auto) is faster than torch's styles at every length."
+    if not faster:
+        return "MC2 (auto) is not faster than torch's styles at the longest."
+    return f"MC2 (auto) is faster than torch's styles from sequence {min(faster)} on."
+
+
+def model_report(machine: Machine, cases: Sequence[Case]) -> str:
+    """Constants, errors, choices and predictions of the fitted model."""
+    held_out = [case.measured() for case in cases if case.shape.rows in HELD_OUT]
+    constants = ", ".join(f"{name} {value:.4g}" for name, value in asdict(machine).items())
+    parts = [f"Constants: {constants}."]
+    if held_out:
+        found = errors(machine, held_out)
+        parts.append(
+            f"Held out, {len(found)} times at sequences {', '.join(map(str, HELD_OUT))}: median "
+            f"error {statistics.median(found):.1%}, largest {found[-1]:.1%}."
+        )
+    parts.append(
+        table(
+            ["ranks", "MB/s", "seq", "model picks", "its time / best fixed"],
+            [
+                [
+                    f"{case.shape.ranks}",
+                    f"{case.shape.bytes_per_s / 1e6:.4g}",
+                    f"{case.shape.rows}",
+                    f"{(picked := machine.best_chunks(case.shape, FIXED_CHUNKS))}",
+                    f"{case.ratio(str(picked), case.best_fixed()):.3f}",
+                ]
+                for case in cases
+            ],
+        )
+    )
+    parts.append(predictions(machine, [case.shape.bytes_per_s for case in cases]))
+    return "\n\n".join(parts)
+
+
+def predictions(machine: Machine, rates: Sequence[float]) -> str:
+    """What more ranks would do, each with a core of its own."""
+    apart = Machine(**{**asdict(machine), "cores": math.inf})
+    rows = []
+    for rate in dict.fromkeys(rates):
+        for ranks in PREDICTED_RANKS:
+            shape = Shape(ranks, max(SEQUENCES), HIDDEN, INTERMEDIATE, rate)
+            chunks = apart.best_chunks(shape)
+            torch_s, mc2_s = apart.torch_s(shape), apart.mc2_s(shape, chunks)
+            rows.append(
+                [
+                    f"{ranks}",
+                    f"{rate / 1e6:.4g}",
+                    f"{torch_s * 1e3:.2f}",
+                    f"{mc2_s * 1e3:.2f}",
+                    f"{torch_s / mc2_s:.2f}",
+                    f"{chunks}",
+                ]
+            )
+    header = ["ranks", "MB/s", "torch [ms]", "mc2 [ms]", "mc2 x torch", f"chunks out of {CHUNKS}"]
+    return (
+        f"Predicted for sequence {max(SEQUENCES)}, each rank on a core of its own:\n\n"
+        f"{table(header, rows)}"
+    )
+
+
+def main() -> int:
+    """Measures, fits, prints and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANK_COUNTS)
+    parser.add_argument("--sequence", type=int, nargs="+", default=SEQUENCES)
+    parser.add_argument("--rate", type=float, nargs="+", default=RATES, help="bytes per second")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--no-file", action="store_true", help="print only")
+    args = parser.parse_args()
+    cases = measure_all(args)
+
+    fitted_to = [case.measured() for case in cases if case.shape.rows not in HELD_OUT]
+    sizes = f"hidden {HIDDEN}, intermediate {INTERMEDIATE}"
+    sections = [
+        (f"MLP, sequence-first, {sizes}, forward + backward", measurements(cases)),
+    ]
+    if all(case.shape.bytes_per_s < math.inf for case in cases):
+        machine = fit(fitted_to, cores())
+        sections.append(("Cost model", model_report(machine, cases)))
+    losses = [
+        f"auto {ratio:.3f} x {of} at {case.shape}"
+        for case in cases
+        for ratio, of, aim in (
+            (case.ratio("auto", "torch"), "torch", AUTO_OVER_TORCH),
+            (case.ratio("auto", case.best_fixed()), "best fixed", AUTO_OVER_BEST),
+        )
+        if ratio > aim
+    ]
+    worst_torch = max(case.ratio("auto", "torch") for case in cases)
+    worst_best = max(case.ratio("auto", case.best_fixed()) for case in cases)
+    conclusion = (
+        f'chunks="auto" at worst {worst_torch:.3f} x torch (<= {AUTO_OVER_TORCH}), '
+        f"{worst_best:.3f} x the best fixed count (<= {AUTO_OVER_BEST})"
+    )
+    if args.no_file:
+        print("\n\n".join(f"{heading}\n\n{text}" for heading, text in sections))
+        print("\n".join([*losses, conclusion]))
+    else:
+        write_results("scaling", "Scaling", sections, losses, conclusion)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
