@@ -6,6 +6,7 @@ sharding rules say of an op is remembered, so that most calls need no planning a
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -205,8 +206,12 @@ class OpDispatcher:
             for plain, owner in owners.values():
                 owner._spec = plain._spec
             if torch.Tag.inplace_view in op.tags:
+                # Torch leaves the shape of the wrapper, and mostly of its spec, as it was.
                 with no_dispatch():
                     op(*args, **kwargs)
+                tensor = args[0]
+                meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+                tensor._spec = with_placements(tensor._spec, tensor._spec.placements, meta)
 
         def wrap(out: Any) -> Any:
             if isinstance(out, (list, tuple)):
@@ -279,7 +284,7 @@ def _key_and_locals(
     """
     key: list[Any] = [op]
     local_args: list[Any] = []
-    for arg in args:
+    for position, arg in enumerate(args):
         if isinstance(arg, DTensor):
             key.append(arg._spec)
             local_args.append(arg._local_tensor)
@@ -290,24 +295,55 @@ def _key_and_locals(
                 key.append(tuple(item._spec for item in arg))
                 local_args.append([item._local_tensor for item in arg])
             else:
-                key.append(tuple(arg))
+                key.append(tuple(_key_of_value(op, args, position, item) for item in arg))
                 local_args.append(arg)
         elif isinstance(arg, torch.Tensor):
             return None, None
         else:
-            # 1, 1.0 and True are equal as keys, but not as arguments.
-            key.append((type(arg), arg))
+            key.append(_key_of_value(op, args, position, arg))
             local_args.append(arg)
     for name, value in kwargs.items():
         if isinstance(value, (torch.Tensor, list, tuple)):
             return None, None
-        key.append((name, type(value), value))
+        key.append((name, _key_of_value(op, args, name, value)))
     hashable = tuple(key)
     try:
         hash(hashable)
     except TypeError:
         return None, None
     return hashable, local_args
+
+
+def _key_of_value(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], place: int | str, value: Any
+) -> Any:
+    kind = type(value)
+    if kind is float and not _decides_sharding(op, args, place):
+        # A learning rate or a loss scale changes each step, and would be planned anew each time.
+        return kind
+    # 1, 1.0 and True are equal as keys, but not as arguments.
+    return kind, value
+
+
+def _decides_sharding(op: torch._ops.OpOverload, args: tuple[Any, ...], place: int | str) -> bool:
+    """Whether torch's sharding rule looks at a number, such as the order of a norm."""
+    if torch.Tag.pointwise in op.tags:
+        # It looks at signs, and only to tell what keeps a Partial partial.
+        specs = (arg._spec for arg in args if isinstance(arg, DTensor))
+        return any(placement.is_partial() for spec in specs for placement in spec.placements)
+    return _is_static(op, place)
+
+
+@functools.cache
+def _is_static(op: torch._ops.OpOverload, place: int | str) -> bool:
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    info = propagator.op_to_schema_info.get(op)
+    info = info or propagator.op_to_schema_info_for_single_dim_strategy.get(op)
+    if info is None:
+        return True  # torch does not say
+    if isinstance(place, str):
+        return place in (info.static_kwargkey or ())
+    return place >= info.static_argnum
 
 
 def _spec_for_missing_gradients(
