@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from pending_dtensor.consistency import check_consistent, checking
-from pending_dtensor.errors import ProcessGroupGoneError
+from pending_dtensor.errors import InFlightInputModifiedError, ProcessGroupGoneError
 from pending_dtensor.events import record_event
 from pending_dtensor.pending import Launch
 from pending_dtensor.pending_local import PendingLocal, materialized
@@ -123,13 +123,37 @@ class DeferredAllGather:
         self.axis = axis
         self.sizes = sizes
 
+    @property
+    def part(self) -> torch.Tensor:
+        """This rank's part as it is now."""
+        return self._part
+
+    @part.setter
+    def part(self, part: torch.Tensor) -> None:
+        self._part = part
+        self._version = None if part.is_inference() else part._version
+
+    def source(self, consumer: object = "a gather") -> torch.Tensor:
+        """The finished part, to be sent.
+
+        Raises:
+            InFlightInputModifiedError: it was written to since the gather was deferred.
+        """
+        if self._version is not None and self._part._version != self._version:
+            raise InFlightInputModifiedError(
+                f"Expected the input of a deferred {self.kind} to stay as it was, got an in-place "
+                f"write to it before {consumer} (shape {tuple(self._part.shape)}, group "
+                f"{self.axis.group!r}). Write to a copy, or redistribute with async_op=True."
+            )
+        return materialized(self._part, consumer)
+
     def compute(self) -> torch.Tensor:
         """Never: no rank may gather alone."""
         raise NotImplementedError("a collective is started on all ranks, not computed by one")
 
     def start(self) -> PendingLocal:
         """Starts the gather as it is, unfused."""
-        return all_gather(materialized(self.part), self.dim, self.axis, self.sizes)
+        return all_gather(self.source(), self.dim, self.axis, self.sizes)
 
 
 def defer_all_gather(

@@ -78,6 +78,22 @@ def _changes_metadata(op: torch._ops.OpOverload) -> bool:
     return torch.Tag.inplace_view in op.tags or any(arg.is_out for arg in op._schema.arguments)
 
 
+class _FlattenIfReadable:
+    """``__tensor_flatten__``, torch's way to the inner tensors, which it calls on classes as well.
+
+    A deferred collective has no inner tensor that may be read: there the attribute is missing, by
+    which torch tells that a tensor cannot be taken apart.
+    """
+
+    def __get__(self, tensor: PendingLocal | None, cls: type) -> Callable[..., Any]:
+        if tensor is None:
+            return lambda tensor: self.__get__(tensor, cls)()
+        recipe = tensor.recipe if tensor.state is PendingState.DEFERRED else None
+        if recipe is not None and not recipe.is_local:
+            raise AttributeError("a deferred collective has no inner tensor yet")
+        return lambda: (["elem"], None)
+
+
 class PendingLocal(AsyncCollectiveTensor):
     """A tensor whose value is deferred, in flight or ready; any read of it sees the finished value.
 
@@ -304,13 +320,7 @@ class PendingLocal(AsyncCollectiveTensor):
 
     # -- torch.compile boundary --------------------------------------------------------------------
 
-    @property
-    def __tensor_flatten__(self) -> Callable[[], tuple[list[str], None]]:
-        """Torch's way to the inner tensors. A deferred collective has none that may be read."""
-        recipe = self.recipe if self.state is PendingState.DEFERRED else None
-        if recipe is not None and not recipe.is_local:
-            raise AttributeError("a deferred collective has no inner tensor yet")
-        return lambda: (["elem"], None)
+    __tensor_flatten__ = _FlattenIfReadable()
 
     @staticmethod
     def __tensor_unflatten__(
@@ -511,5 +521,7 @@ def _read(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def materialized(tensor: torch.Tensor, consumer: object = "a read") -> torch.Tensor:
-    """``tensor`` itself, or the finished value if it is pending."""
-    return tensor.materialize(consumer) if isinstance(tensor, PendingLocal) else tensor
+    """``tensor`` itself, or the finished value if it is pending, by ours or by torch's class."""
+    if isinstance(tensor, PendingLocal):
+        return tensor.materialize(consumer)
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

@@ -18,6 +18,7 @@ from tests.common.late_ranks import ahead
 if IN_RANK_PROCESS:
     import torch
     import torch.nn.functional as F
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.utils.checkpoint import checkpoint
@@ -480,6 +481,58 @@ def test_the_residual_may_be_added_in_place(ctx: RankContext) -> None:
         y.sum().backward()
         assert x.grad is not None
         same(x.grad, torch.full((4, 6), 3.0))
+
+
+@on_ranks(2)
+def test_a_local_tensor_that_torch_left_in_flight(ctx: RankContext) -> None:
+    """Torch's own asynchronous class is as good a local tensor as ours, and is finished as well."""
+    mesh = ctx.mesh()
+
+    def torchs() -> DTensor:
+        plain = shard(DTensor, ramp(4, 6), mesh, "S0")
+        moved = plain.redistribute(placements=[Replicate()], async_op=True)
+        assert isinstance(moved._local_tensor, AsyncCollectiveTensor)
+        return moved
+
+    same((as_hyper(torchs()) + 1).to_local(), ramp(4, 6) + 1)
+    for text in "R", "S0", "S1":
+        sync = as_hyper(torchs()).redistribute(placements=placements(text))
+        assert type(sync._local_tensor) is torch.Tensor
+        same(sync.full_tensor(), ramp(4, 6))
+    partial = HyperDTensor.from_local(torchs().to_local(), mesh, [Partial()])
+    same(partial.redistribute(placements=[Shard(1)], async_op=True).full_tensor(), ramp(4, 6) * 2)
+    loaded = pickle.loads(pickle.dumps(as_hyper(torchs())))
+    assert type(loaded._local_tensor) is torch.Tensor
+    same(loaded.to_local(), ramp(4, 6))
+
+
+@on_ranks(2)
+def test_hooks_on_saved_tensors(ctx: RankContext) -> None:
+    """What moves saved tensors away gets finished values, and gradients stay right."""
+    mesh = ctx.mesh()
+    kinds: list[type] = []
+
+    def pack(tensor: torch.Tensor) -> Any:
+        kinds.append(type(tensor))
+        return tensor.to(torch.float64)
+
+    for hooks in (
+        torch.autograd.graph.save_on_cpu(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.to(torch.float32)),
+    ):
+        leaf = shard(HyperDTensor, ramp(4, 6), mesh, "S0", grad=True)
+        w = shard(DTensor, ramp(2, 6), mesh, "S0", grad=True)
+        with hooks:
+            moved = leaf.redistribute(placements=[Replicate()], async_op=True)
+            out = F.linear(moved * moved, w)
+        out.sum().redistribute(placements=[Replicate()]).backward()
+        whole_x, whole_w = ramp(4, 6).requires_grad_(), ramp(2, 6).requires_grad_()
+        F.linear(whole_x * whole_x, whole_w).sum().backward()
+        for tensor, whole in ((leaf, whole_x), (w, whole_w)):
+            assert tensor.grad is not None
+            assert whole.grad is not None
+            same(tensor.grad.full_tensor(), whole.grad)
+    assert kinds
 
 
 # --- gradients that some part does not have

@@ -26,7 +26,7 @@ if IN_RANK_PROCESS:
     )
     from pending_dtensor import events as events_module
     from pending_dtensor.collectives import all_reduce, mesh_axis
-    from pending_dtensor.errors import DeferredReadError
+    from pending_dtensor.errors import DeferredReadError, InFlightInputModifiedError
     from pending_dtensor.fused_rules import find_rule, unregister_fused_rule
     from pending_dtensor.hyper_dtensor import redistribute_deferred
 
@@ -162,9 +162,11 @@ def test_a_registered_rule_runs_and_completes_what_was_deferred(ctx: RankContext
         deferred = redistribute_deferred(shard, [Replicate()])
         assert deferred._local_tensor.state is PendingState.DEFERRED
         assert "deferred" in repr(deferred)
-        with rule_for("all_gather", "linear", None):
-            with pytest.raises(DeferredReadError, match="linear"):
-                F.linear(deferred, weight)
+        with (
+            rule_for("all_gather", "linear", None),
+            pytest.raises(DeferredReadError, match="linear"),
+        ):
+            F.linear(deferred, weight)
         with pytest.raises(DeferredReadError, match="relu"):
             F.relu(deferred)
         with pytest.raises(DeferredReadError):
@@ -180,6 +182,28 @@ def test_a_registered_rule_runs_and_completes_what_was_deferred(ctx: RankContext
     for result in out, sibling:
         same(result.full_tensor(), expected)
     same(deferred.to_local(), whole)
+
+
+@on_ranks(2)
+def test_the_input_of_a_deferred_gather_must_stay_as_it_was(ctx: RankContext) -> None:
+    for pending in False, True:
+        part = torch.ones(2, 3)
+        local = all_reduce(part, mesh_axis(ctx.mesh(), 0), "sum") if pending else part
+        shard = HyperDTensor.from_local(local, ctx.mesh(), [Shard(0)])
+        deferred = redistribute_deferred(shard, [Replicate()]).to_local()
+        untouched = redistribute_deferred(shard + 0, [Replicate()]).to_local()
+        local.add_(1)
+        for _ in range(2):
+            with pytest.raises(InFlightInputModifiedError, match="deferred all_gather"):
+                deferred.start()
+        assert deferred.state is PendingState.DEFERRED
+        untouched.start()
+        same(untouched, torch.full((4, 3), 1.0 + pending))
+    with torch.inference_mode():
+        shard = HyperDTensor.from_local(torch.ones(2, 3), ctx.mesh(), [Shard(0)])
+        deferred = redistribute_deferred(shard, [Replicate()]).to_local()
+        deferred.start()
+        assert deferred.sum() == 12
 
 
 @on_ranks(2)
