@@ -27,6 +27,7 @@ from mc2.fused_calls import gather_matmul
 from mc2.options import FusionOptions
 from mc2.shared_gather import forget_shared_gather
 from pending_dtensor.collectives import DeferredAllGather, all_reduce
+from pending_dtensor.events import computing
 from pending_dtensor.hyper_dtensor import HyperDTensor
 from pending_dtensor.linear import LinearPlan, late_gradient, local_gradient
 from pending_dtensor.pending import PendingState
@@ -94,15 +95,17 @@ class ColumnLinear(torch.autograd.Function):
             recipe = DeferredMatmul([term], tuple(grad_out.shape[:-1]), options)
             local = defer_matmul(recipe)
             if options.column_backward == "overlap":
-                local = term.x.matmul(term.weight_t)
+                with computing("grad_input"):
+                    local = term.x.matmul(term.weight_t)
             grad_input = HyperDTensor(local, plan.grad_input, requires_grad=False)
         rows = grad_out.flatten(0, -2)
         grad_weight = grad_bias = None
         if needs_weight:
 
             def weight_gradient() -> torch.Tensor:
-                x = saved_input if regathered is None else regathered.materialize()
-                return rows.t().mm(x.flatten(0, -2))
+                with computing("grad_weight"):
+                    x = saved_input if regathered is None else regathered.materialize()
+                    return rows.t().mm(x.flatten(0, -2))
 
             shape = (grad_out.shape[-1], plan.grad_input.shape[-1])
             grad_weight = late_gradient(weight_gradient, plan.grad_weight, shape, ctx.late)
@@ -158,17 +161,18 @@ class RowLinear(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = None
         if needs_input:
             weight_ = materialized(weight._local_tensor)
-            local = (
-                gather_matmul(grad_out, weight_, ctx.options)
-                if is_gather
-                else grad_out.matmul(weight_)
-            )
+            if is_gather:
+                local = gather_matmul(grad_out, weight_, ctx.options)
+            else:
+                with computing("grad_input"):
+                    local = grad_out.matmul(weight_)
             grad_input = HyperDTensor(local, plan.grad_input, requires_grad=False)
         elif needs_weight and is_gather:
             grad_out.start()  # there is no matmul to fuse the gather with
         if needs_weight:
-            rows = materialized(grad_out).flatten(0, -2)
-            local = rows.t().mm(x.flatten(0, -2))
+            with computing("grad_weight"):
+                rows = materialized(grad_out).flatten(0, -2)
+                local = rows.t().mm(x.flatten(0, -2))
             grad_weight = DTensor(local, plan.grad_weight, requires_grad=False)
         if needs_bias:
             grad_bias = DTensor(_sum_of_rows(grad_out), plan.grad_bias, requires_grad=False)

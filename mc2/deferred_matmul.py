@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from mc2.options import FusionOptions
-from pending_dtensor.events import record_event
+from pending_dtensor.events import computing, record_event
 from pending_dtensor.pending import Readable
 from pending_dtensor.pending_local import PendingLocal, materialized, register_deferred_op
 
@@ -52,9 +52,10 @@ class DeferredMatmul:
 
     def compute(self) -> torch.Tensor:
         """This rank's summand, unfused: somebody read it who is no reduce-scatter."""
-        out = self.terms[0].rows() @ self.terms[0].weight_t
-        for term in self.terms[1:]:
-            out.addmm_(term.rows(), term.weight_t)
+        with computing("matmul"):
+            out = self.terms[0].rows() @ self.terms[0].weight_t
+            for term in self.terms[1:]:
+                out.addmm_(term.rows(), term.weight_t)
         if self.bias is not None:
             out += self.bias / self.ranks
         record_event(

@@ -9,14 +9,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from mc2.deferred_matmul import DeferredMatmul
 from mc2.errors import MC2ConstraintError
-from mc2.kernel_interface import KernelReport
 from mc2.kernels import get_kernel
 from mc2.options import FusionOptions
 from mc2.row_layout import RowLayout
 from mc2.torch_compat import resolve_group
 from pending_dtensor.collectives import Axis, DeferredAllGather, chunk_sizes
 from pending_dtensor.consistency import check_consistent
-from pending_dtensor.events import OverlapEvent, record_event
+from pending_dtensor.events import computing, record_event
 from pending_dtensor.pending import Launch, PendingState
 from pending_dtensor.pending_local import PendingLocal, materialized
 
@@ -45,7 +44,8 @@ def gather_matmul(
         )
     lead = tuple(gathered.shape[:-1])
     if gathered.state is PendingState.READY:
-        return gathered.materialize() @ weight_t
+        with computing("matmul"):
+            return gathered.materialize() @ weight_t
     if gathered.state is not PendingState.DEFERRED:
         raise MC2ConstraintError(
             f"Expected a gather that was not started, got {gathered!r}: it runs unfused already. "
@@ -68,27 +68,22 @@ def gather_matmul(
         dtype=part.dtype,
         message_elements=layout.max_rows * layout.ranks * part.shape[-1],
         group=axis.group,
+        device=part.device.type,
     )
-    result = get_kernel(options.kernel).all_gather_matmul(
-        part.flatten(0, -2),
-        [weight_t],
-        layout,
-        resolve_group(axis.group),
-        chunks=options.chunks,
-    )
-    _finish_event(event, result.report)
+    with computing("all_gather_matmul"):
+        result = get_kernel(options.kernel).all_gather_matmul(
+            part.flatten(0, -2),
+            [weight_t],
+            layout,
+            resolve_group(axis.group),
+            chunks=options.chunks,
+        )
+    if event is not None:
+        report = result.report
+        event.ran_in_kernel(report.launched, report.waits, str(report), readable=True)
     assert result.gathered is not None
     gathered.complete(result.gathered.view(gathered.shape))
     return result.outs[0].view(*lead, weight_t.shape[1])
-
-
-def _finish_event(event: OverlapEvent | None, report: KernelReport) -> None:
-    """Notes what the kernel says of its call: readable at its end, blocked as long as it was."""
-    if event is not None:
-        event.begin_wait()
-        event.end_wait()
-        event.exposed_s = report.blocked_s
-        event.detail = str(report)
 
 
 def linear_reduce_scatter(
@@ -145,12 +140,19 @@ def linear_reduce_scatter(
         dtype=local.dtype,
         message_elements=layout.max_rows * layout.ranks * local.shape[-1],
         group=axis.group,
+        device=local.device.type,
     )
-    started = get_kernel(options.kernel).start_matmul_reduce_scatter(
-        terms, layout, resolve_group(axis.group), chunks=options.chunks
-    )
+    kernel = get_kernel(options.kernel)
+    with computing("matmul_reduce_scatter"):
+        started = kernel.start_matmul_reduce_scatter(
+            terms, layout, resolve_group(axis.group), chunks=options.chunks
+        )
     if event is not None:
-        event.detail = str(started.report)
+        report = started.report
+        finished = kernel.start_op is None
+        event.ran_in_kernel(report.launched, report.waits, str(report), readable=finished)
+        if finished:
+            event = None  # a later read waits for nothing
     shape = (*local.shape[:dim], sizes[axis.rank], *local.shape[dim + 1 :])
     # A copy, for the output may be read after the optimizer has written to the bias.
     bias = None if recipe.bias is None else recipe.bias.clone()

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from mc2.errors import MC2ConstraintError
-from mc2.kernel_ops import blocked_time
+from mc2.kernel_ops import BlockedTime, blocked_time
 from mc2.row_layout import RowLayout
+from pending_dtensor.events import Interval
 
 Operation = Literal["all_gather_matmul", "matmul_reduce_scatter"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -36,13 +37,21 @@ class KernelReport:
         kernel: its name.
         chunks: the most pieces that the rows of one rank were cut into; 1 means uncut.
         steps: communication calls it made; 1 means a single collective.
-        blocked_s: seconds the host was blocked on communication; 0 where streams wait instead.
+        launched: when it sent the first message [s of ``time.perf_counter``]; None if that is not
+            known.
+        waits: when the host was blocked on communication; none where streams wait instead.
     """
 
     kernel: str
     chunks: int
     steps: int
-    blocked_s: float
+    launched: float | None
+    waits: tuple[Interval, ...]
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds the host was blocked on communication."""
+        return sum(wait.ended - wait.began for wait in self.waits)
 
     def __str__(self) -> str:
         return f"{self.kernel} chunks={self.chunks} steps={self.steps}"
@@ -222,7 +231,7 @@ class Kernel(ABC):
             )
         if not keep:
             gathered = shard if gather_output else None
-        report = KernelReport(self.name, schedule.chunks, schedule.steps, blocked.seconds)
+        report = self._report(schedule, blocked)
         return GatheredMatmul(outs, gathered, report)
 
     def matmul_reduce_scatter(
@@ -257,7 +266,7 @@ class Kernel(ABC):
         schedule, args = self._prepare_scatter(terms, layout, group, chunks)
         with blocked_time() as blocked:
             out = self.ops["matmul_reduce_scatter"](*args)
-        report = KernelReport(self.name, schedule.chunks, schedule.steps, blocked.seconds)
+        report = self._report(schedule, blocked)
         return ScatteredMatmul(out, report)
 
     def start_matmul_reduce_scatter(
@@ -279,9 +288,14 @@ class Kernel(ABC):
         schedule, args = self._prepare_scatter(terms, layout, group, chunks)
         with blocked_time() as blocked:
             buffers = self.start_op(*args)
-        report = KernelReport(self.name, schedule.chunks, schedule.steps, blocked.seconds)
+        report = self._report(schedule, blocked)
         finish = functools.partial(self.finish_scatter, layout, schedule)
         return StartedScatter(buffers, finish, report)
+
+    def _report(self, schedule: Schedule, blocked: BlockedTime) -> KernelReport:
+        return KernelReport(
+            self.name, schedule.chunks, schedule.steps, blocked.launched, blocked.waits
+        )
 
     @property
     def start_op(self) -> Any | None:

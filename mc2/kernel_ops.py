@@ -17,11 +17,19 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import register_flop_formula
 
+from pending_dtensor.events import Interval, named_in_profile
+
 
 class BlockedTime(threading.local):
-    """Seconds that this thread's waits took since `blocked_time` was entered."""
+    """What this thread did in a kernel since `blocked_time` was entered.
 
-    seconds = 0.0
+    Attributes:
+        launched: when the first message was sent [s], or None.
+        waits: when it waited for one.
+    """
+
+    launched: float | None = None
+    waits: tuple[Interval, ...] = ()
 
 
 _blocked = BlockedTime()
@@ -29,23 +37,31 @@ _blocked = BlockedTime()
 
 @contextmanager
 def blocked_time() -> Iterator[BlockedTime]:
-    """Counts the seconds of the waits inside the block. Does not nest."""
-    _blocked.seconds = 0.0
+    """Notes launches and waits inside the block. Does not nest."""
+    _blocked.launched, _blocked.waits = None, ()
     yield _blocked
+
+
+def note_launch() -> None:
+    """To be called before a message is sent: the first is noted."""
+    if _blocked.launched is None:
+        _blocked.launched = time.perf_counter()
 
 
 def wait(work: dist.Work) -> None:
     """Waits for a collective and counts the time as exposed."""
     began = time.perf_counter()
-    work.wait()
-    _blocked.seconds += time.perf_counter() - began
+    with named_in_profile("wait", "piece"):
+        work.wait()
+    _blocked.waits += (Interval(began, time.perf_counter()),)
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """`wait` for what a functional collective returned."""
     began = time.perf_counter()
-    tensor = torch.ops._c10d_functional.wait_tensor(tensor)
-    _blocked.seconds += time.perf_counter() - began
+    with named_in_profile("wait", "rows"):
+        tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+    _blocked.waits += (Interval(began, time.perf_counter()),)
     return tensor
 
 

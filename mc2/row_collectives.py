@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from mc2.kernel_ops import wait_tensor
+from mc2.kernel_ops import note_launch, wait_tensor
 from mc2.row_layout import RowLayout
 
 _functional = torch.ops._c10d_functional
@@ -23,6 +23,7 @@ def gather_rows(shard: torch.Tensor, layout: RowLayout, group_name: str) -> torc
         size * layout.inner for size in (layout.sizes[layout.rank], max(layout.sizes))
     )
     padded = _pad(shard.view(layout.outer, segment, features), longest)
+    note_launch()
     gathered = wait_tensor(
         _functional.all_gather_into_tensor(padded.contiguous(), layout.ranks, group_name)
     )
@@ -55,6 +56,7 @@ def start_reduce_rows(partial: torch.Tensor, layout: RowLayout, group_name: str)
     else:
         segments = [_pad(layout.segments(partial, rank), longest) for rank in range(layout.ranks)]
         by_rank = torch.cat(segments).view(-1, features)
+    note_launch()
     return _functional.reduce_scatter_tensor(by_rank, "sum", layout.ranks, group_name)
 
 

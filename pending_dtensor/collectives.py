@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pending_dtensor.consistency import check_consistent, checking
 from pending_dtensor.errors import InFlightInputModifiedError, ProcessGroupGoneError
-from pending_dtensor.events import record_event
+from pending_dtensor.events import named_in_profile, record_event
 from pending_dtensor.pending import Launch
 from pending_dtensor.pending_local import PendingLocal, materialized
 from pending_dtensor.torch_compat import below_autograd, group_is_alive, mesh_axis_group
@@ -84,6 +84,7 @@ def all_gather(local: torch.Tensor, dim: int, axis: Axis, sizes: Sequence[int]) 
         dtype=local.dtype,
         message_elements=part.numel() * axis.size,
         group=axis.group,
+        device=local.device.type,
     )
     buffer = _start(_functional.all_gather_into_tensor, part, axis.size, axis.group)
     even = min(sizes) == full
@@ -203,6 +204,7 @@ def reduce_scatter(
         dtype=local.dtype,
         message_elements=summand.numel(),
         group=axis.group,
+        device=local.device.type,
     )
     buffer = _start(_functional.reduce_scatter_tensor, summand, reduce_op, axis.size, axis.group)
     if sizes[axis.rank] == full:
@@ -239,6 +241,7 @@ def all_reduce(local: torch.Tensor, axis: Axis, reduce_op: str) -> PendingLocal:
         dtype=local.dtype,
         message_elements=local.numel(),
         group=axis.group,
+        device=local.device.type,
     )
     # The functional collective copies its input first, so a later write to it does no harm.
     buffer = _start(_functional.all_reduce, local.detach().contiguous(), reduce_op, axis.group)
@@ -287,6 +290,7 @@ def all_to_all(
         dtype=local.dtype,
         message_elements=outgoing.numel(),
         group=axis.group,
+        device=local.device.type,
     )
     buffer = _start(
         _functional.all_to_all_single,
@@ -310,7 +314,7 @@ def all_to_all(
 def _start(op: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     """Calls a functional collective whose last argument is the group's name."""
     try:
-        with below_autograd():
+        with below_autograd(), named_in_profile("start", op.__name__):
             return op(tensor, *args)
     except (RuntimeError, ValueError) as error:
         group = args[-1]

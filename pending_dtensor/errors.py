@@ -31,3 +31,7 @@ class InconsistentRanksError(RuntimeError):
 
 class PlacementError(ValueError):
     """Placements that do not fit the tensor or its mesh."""
+
+
+class NotFusedError(AssertionError):
+    """A test expected fused kernels, and something ran unfused, fell back or never ran."""

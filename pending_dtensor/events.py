@@ -1,20 +1,41 @@
-"""The overlap log: what was launched when, how long anybody was blocked on it.
+"""What was launched when, what was computed when, and how long anybody was blocked.
 
-Nothing here waits or communicates. While no log is open the cost is one truth test per collective.
+Nothing here waits or communicates. While no log is open and no profiler runs, the cost is one truth
+test per collective and per matmul, and one question to the profiler per launch and wait.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-_open_logs: list[OverlapLog] = []
+from pending_dtensor.torch_compat import profiler_is_on
+
+
+class Interval(NamedTuple):
+    """From one moment to another, in ``time.perf_counter`` seconds."""
+
+    began: float
+    ended: float
+
+
+class ComputeSpan(NamedTuple):
+    """A stretch of computing on this rank: a matmul of ours, or a call of a fused kernel.
+
+    Attributes:
+        name: what was computed, such as ``grad_weight`` or ``pipelined all_gather_matmul``.
+        began: when [s].
+        ended: when it returned to the host [s]. Waits inside it are not taken off.
+    """
+
+    name: str
+    began: float
+    ended: float
 
 
 @dataclass(eq=False)
@@ -32,10 +53,13 @@ class OverlapEvent:
             one rank, in bytes.
         group: name of the process group.
         started: when the launch was asked for [s].
+        launched: when a kernel that computes first sent something [s]; None: at ``started``.
         wait_began: when the first read began to wait [s]; None while nobody has read it.
         readable: when that wait ended [s]; None while nobody has read it.
         exposed_s: seconds a reader was blocked. On an accelerator whose streams wait without the
             host this is host time only.
+        waits: the stretches that make up ``exposed_s``.
+        device: type of the device it ran on.
         detail: what a kernel or a fallback says of itself (chunk count, op name).
     """
 
@@ -46,9 +70,12 @@ class OverlapEvent:
     bytes: int
     group: str
     started: float
+    launched: float | None = None
     wait_began: float | None = None
     readable: float | None = None
     exposed_s: float = 0.0
+    waits: list[Interval] = field(default_factory=list)
+    device: str = "cpu"
     detail: str = ""
 
     def begin_wait(self) -> None:
@@ -56,17 +83,61 @@ class OverlapEvent:
         self.wait_began = time.perf_counter()
 
     def end_wait(self) -> None:
-        """Marks the value readable and adds up the time since `begin_wait`."""
+        """Marks the value readable and adds the time since `begin_wait` to what is exposed."""
         self.readable = time.perf_counter()
         if self.wait_began is not None:
-            self.exposed_s = self.readable - self.wait_began
+            self.waits.append(Interval(self.wait_began, self.readable))
+            self.exposed_s += self.readable - self.wait_began
+
+    def ran_in_kernel(
+        self, launched: float | None, waits: Sequence[Interval], detail: str, *, readable: bool
+    ) -> None:
+        """Notes what a fused kernel says of its call, which has just returned.
+
+        Args:
+            launched: when it sent its first message [s], if that is known.
+            waits: when it was blocked.
+            detail: what it says of itself.
+            readable: whether its result is there, so that no wait follows.
+        """
+        if readable:
+            self.readable = time.perf_counter()
+            self.wait_began = waits[0].began if waits else self.readable
+        self.launched = launched
+        self.waits += waits
+        self.exposed_s += sum(wait.ended - wait.began for wait in waits)
+        self.detail = detail
+
+    @property
+    def in_flight(self) -> Interval | None:
+        """From the launch until the collective was known to have finished; None if never read.
+
+        What had to be waited for finished when the wait ended. What was done before it was read
+        has only been seen to be done then, so for it this is longer than the truth.
+        """
+        if self.readable is None or self.kind == "fallback":
+            return None
+        ended = self.waits[-1].ended if self.waits else self.readable
+        return Interval(self.started if self.launched is None else self.launched, ended)
 
 
 @dataclass(eq=False)
-class OverlapLog:
-    """The events of one `record_overlap` block, in order of launch."""
+class Recording:
+    """What is recorded on one rank while it is open.
+
+    Attributes:
+        events: collectives and fallbacks, in order of launch.
+        spans: matmuls and fused kernels, in the order they ended.
+        rank: of this process, 0 without a process group.
+        opened: when it was opened [s].
+        opened_unix_s: the same moment in seconds since 1970, by which ranks are aligned.
+    """
 
     events: list[OverlapEvent] = field(default_factory=list)
+    spans: list[ComputeSpan] = field(default_factory=list)
+    rank: int = 0
+    opened: float = 0.0
+    opened_unix_s: float = 0.0
 
     @property
     def collectives(self) -> list[OverlapEvent]:
@@ -78,41 +149,19 @@ class OverlapLog:
         """The events where something ran unfused, or gathered, although more was wanted."""
         return [event for event in self.events if event.kind == "fallback"]
 
-    def summary(self) -> dict[str, object]:
-        """Totals over the log.
 
-        Returns:
-            ``collectives`` (count), ``by_kind`` and ``by_kernel`` (counts), ``bytes``,
-            ``exposed_s``, ``unread`` (launched, never read) and ``fallbacks`` (count).
-        """
-        collectives = self.collectives
-        return {
-            "collectives": len(collectives),
-            "by_kind": dict(Counter(event.kind for event in collectives)),
-            "by_kernel": dict(Counter(event.kernel for event in collectives)),
-            "bytes": sum(event.bytes for event in collectives),
-            "exposed_s": math.fsum(event.exposed_s for event in collectives),
-            "unread": sum(event.wait_began is None for event in collectives),
-            "fallbacks": len(self.fallbacks),
-        }
+_open_logs: list[Recording] = []
+_nothing = nullcontext()
 
 
-@contextmanager
-def record_overlap() -> Iterator[OverlapLog]:
-    """Collects an event for each collective launched inside the block, on this rank.
+def open_recording(recording: Recording) -> None:
+    """Lets ``recording`` have every event and span from now on."""
+    _open_logs.append(recording)
 
-    Blocks nest: each open log gets every event. Events launched inside and read after the block
-    still get their wait times.
 
-    Yields:
-        OverlapLog: ``log.events`` fills up while the block runs.
-    """
-    log = OverlapLog()
-    _open_logs.append(log)
-    try:
-        yield log
-    finally:
-        _open_logs[:] = [other for other in _open_logs if other is not log]
+def close_recording(recording: Recording) -> None:
+    """Ends that. Its events still get the times of reads that come later."""
+    _open_logs[:] = [other for other in _open_logs if other is not recording]
 
 
 def record_event(
@@ -123,6 +172,7 @@ def record_event(
     message_elements: int,
     group: str,
     kernel: str = "unfused",
+    device: str = "cpu",
     detail: str = "",
 ) -> OverlapEvent | None:
     """Adds an event to every open log.
@@ -141,8 +191,36 @@ def record_event(
         bytes=message_elements * itemsize,
         group=group,
         started=time.perf_counter(),
+        device=device,
         detail=detail,
     )
     for log in _open_logs:
         log.events.append(event)
     return event
+
+
+class _Computing:
+    __slots__ = ("_began", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        span = ComputeSpan(self._name, self._began, time.perf_counter())
+        for log in _open_logs:
+            log.spans.append(span)
+
+
+def computing(name: str) -> AbstractContextManager[Any]:
+    """Records the block as a compute span in every open log; nothing if there is none."""
+    return _Computing(name) if _open_logs else _nothing
+
+
+def named_in_profile(verb: str, what: str) -> AbstractContextManager[Any]:
+    """Shows the block in ``torch.profiler`` as ``pending_dtensor::<verb> <what>``, if one runs."""
+    if profiler_is_on():
+        return torch.profiler.record_function(f"pending_dtensor::{verb} {what}")
+    return _nothing

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from pending_dtensor.events import computing
 from pending_dtensor.fused_rules import find_rule
 from pending_dtensor.hyper_dtensor import (
     HyperDTensor,
@@ -248,11 +249,12 @@ class _Linear(torch.autograd.Function):
             bias_local = materialized(bias._local_tensor)
             if plan.bias_share > 1:
                 bias_local = bias_local / plan.bias_share
-        out = F.linear(
-            materialized(input._local_tensor, "linear"),
-            materialized(weight._local_tensor),
-            bias_local,
-        )
+        with computing("linear"):
+            out = F.linear(
+                materialized(input._local_tensor, "linear"),
+                materialized(weight._local_tensor),
+                bias_local,
+            )
         return _wrap(out, plan.out)
 
     @staticmethod
@@ -267,15 +269,17 @@ class _Linear(torch.autograd.Function):
         grad_local = local_gradient(grad, plan)
         grad_input = grad_weight = grad_bias = None
         if needs_input:
-            local = grad_local.matmul(materialized(weight._local_tensor))
+            with computing("grad_input"):
+                local = grad_local.matmul(materialized(weight._local_tensor))
             grad_input = _wrap(local, plan.grad_input)
 
         rows = functools.partial(grad_local.flatten, 0, -2)  # -1 would be ambiguous for no features
         if needs_weight:
 
             def weight_gradient() -> torch.Tensor:
-                x = materialized(input._local_tensor)
-                return rows().t().mm(x.flatten(0, -2))
+                with computing("grad_weight"):
+                    x = materialized(input._local_tensor)
+                    return rows().t().mm(x.flatten(0, -2))
 
             shape = (grad_local.shape[-1], input._local_tensor.shape[-1])
             grad_weight = late_gradient(weight_gradient, plan.grad_weight, shape, ctx.late)

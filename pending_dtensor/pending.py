@@ -26,7 +26,7 @@ from pending_dtensor.errors import (
     ForkedPendingError,
     InFlightInputModifiedError,
 )
-from pending_dtensor.events import OverlapEvent
+from pending_dtensor.events import OverlapEvent, computing, named_in_profile
 from pending_dtensor.torch_compat import below_autograd
 
 Finish = Callable[..., torch.Tensor]
@@ -253,15 +253,15 @@ class Pending:
             return self._value
 
     def _finish_wait(self) -> None:
-        event = self._event
-        if event is not None:
-            event.begin_wait()
         try:
             # Collectives write below autograd, so nothing here may be recorded.
             with torch.no_grad(), self._mode_of_creation(), below_autograd():
-                filled = self._filled_buffer()
-                more = [torch.ops._c10d_functional.wait_tensor(buffer) for buffer in self._more]
-                self._value = filled if self._finish is None else self._finish(filled, *more)
+                filled = self._filled_buffers()
+                if self._finish is None:
+                    self._value = filled[0]
+                else:
+                    with computing("finish"):
+                        self._value = self._finish(*filled)
         except Exception as error:
             self._error = error
             raise
@@ -270,8 +270,6 @@ class Pending:
                 self._buffer = self._parent = self._finish = self._source = None
                 self._more = ()
                 _in_flight.discard(self)
-            if event is not None:
-                event.end_wait()
         self.state = PendingState.READY
 
     def _mode_of_creation(self) -> AbstractContextManager[Any]:
@@ -280,17 +278,28 @@ class Pending:
             return contextlib.nullcontext()
         return torch.inference_mode(self._inference)
 
-    def _filled_buffer(self) -> torch.Tensor:
+    def _filled_buffers(self) -> list[torch.Tensor]:
         if self._parent is not None:
-            return self._parent.materialize()
-        buffer = torch.ops._c10d_functional.wait_tensor(self._buffer)
+            return [self._parent.materialize()]
+        event = self._event
+        if event is not None:
+            event.begin_wait()
+        try:
+            with named_in_profile("wait", self.kind):
+                buffers = [
+                    torch.ops._c10d_functional.wait_tensor(buffer)
+                    for buffer in (self._buffer, *self._more)
+                ]
+        finally:
+            if event is not None:
+                event.end_wait()
         if self._source is not None and self._source._version != self._source_version:
             raise InFlightInputModifiedError(
                 f"Expected the input of {self.kind} to stay as it was while in flight, got an "
                 f"in-place write to it (shape {tuple(self._source.shape)}, group {self.group!r}). "
                 f"Read the result first, or write to a copy."
             )
-        return buffer
+        return buffers
 
     def release(self) -> None:
         """Waits for a launch whose value nobody wants, and frees its buffer. Never raises."""

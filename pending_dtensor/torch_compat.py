@@ -51,6 +51,7 @@ __all__ = [
     "mesh_axis_group",
     "no_dispatch",
     "plan_redistribution",
+    "profiler_is_on",
     "reserve_sequence_nr",
     "resolve_group",
     "transform_avg_scale",
@@ -139,6 +140,10 @@ def reserve_sequence_nr() -> None:
     The constructor of any autograd node takes the thread's next number.
     """
     torch._C._functions.UndefinedGrad()
+
+
+# Whether torch.profiler records on this thread.
+profiler_is_on = torch.autograd._profiler_enabled
 
 
 # Inside it ops skip autograd's kernels, which the functional collectives have in Python (20 us).

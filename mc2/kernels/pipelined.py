@@ -33,6 +33,7 @@ from mc2.kernel_ops import (
     all_gather_matmul_op,
     matmul_reduce_scatter_op,
     matmul_scatter_start_op,
+    note_launch,
     sum_of_matmuls,
     wait,
     wait_tensor,
@@ -262,6 +263,7 @@ def _sum_blocks(
 def _start_all_to_all(
     sent: torch.Tensor, incoming: list[int], outgoing: list[int], group: str
 ) -> torch.Tensor:
+    note_launch()
     # As bytes, so that a dtype need not be known to the process group.
     received = torch.ops._c10d_functional.all_to_all_single(
         sent.view(torch.uint8), incoming, outgoing, group
@@ -290,6 +292,7 @@ def _all_to_all(
     outgoing: list[int],
     group: dist.ProcessGroup,
 ) -> dist.Work:
+    note_launch()
     # As bytes, so that a dtype need not be known to the process group.
     as_bytes = received.view(torch.uint8), sent.view(torch.uint8)
     return dist.all_to_all_single(*as_bytes, incoming, outgoing, group=group, async_op=True)

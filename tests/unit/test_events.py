@@ -7,7 +7,7 @@ import torch
 
 from pending_dtensor import OverlapEvent, OverlapLog, record_overlap
 from pending_dtensor import events as events_module
-from pending_dtensor.events import record_event
+from pending_dtensor.events import ComputeSpan, Interval, record_event
 
 
 def record(kind: str = "all_gather", elements: int = 6, **options: object) -> OverlapEvent | None:
@@ -119,15 +119,22 @@ def test_summary() -> None:
     log.events[0].begin_wait()
     log.events[0].end_wait()
     log.events[0].exposed_s = 0.25
+    log.events[0].started, log.events[0].waits = 1.0, [Interval(2.75, 3.0)]
     log.events[1].begin_wait()
     log.events[1].end_wait()
     log.events[1].exposed_s = 0.5
+    log.events[1].launched, log.events[1].waits = 2.0, [Interval(2.5, 2.75), Interval(3.5, 3.75)]
+    log.spans += [ComputeSpan("linear", 1.0, 2.75), ComputeSpan("linear", 2.0, 3.0)]
     assert log.summary() == {
         "collectives": 3,
         "by_kind": {"all_gather": 2, "reduce_scatter": 1},
         "by_kernel": {"unfused": 2, "pipelined": 1},
+        "fused": 1,
         "bytes": 2 * (6 + 4 + 10),
         "exposed_s": 0.75,
+        "communication_s": 2.75,  # from 1.0 to 3.75, of two that overlap
+        "hidden_fraction": 1 - 0.75 / 2.75,
+        "compute_s": 1.5,  # from 1.0 to 2.5, for from there to 3.0 somebody waited
         "unread": 1,
         "fallbacks": 1,
     }
@@ -140,8 +147,12 @@ def test_summary_of_nothing() -> None:
         "collectives": 0,
         "by_kind": {},
         "by_kernel": {},
+        "fused": 0,
         "bytes": 0,
         "exposed_s": 0.0,
+        "communication_s": 0.0,
+        "hidden_fraction": None,
+        "compute_s": 0.0,
         "unread": 0,
         "fallbacks": 0,
     }

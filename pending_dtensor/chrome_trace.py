@@ -1,0 +1,121 @@
+"""Traces that Perfetto and chrome://tracing open, and from which recordings can be read back.
+
+The bars are in ``traceEvents``. ``pendingDtensor``, which viewers skip, holds the recordings as
+they are, one for each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pending_dtensor.events import ComputeSpan, Interval, OverlapEvent, Recording
+from pending_dtensor.timeline import Bar, RankTimeline, timelines
+
+_KEY = "pendingDtensor"
+
+
+def write_trace(path: str | os.PathLike[str], recordings: Sequence[Recording]) -> Path:
+    """Writes recordings of one or more ranks as one trace, and gives the path."""
+    trace = {
+        "traceEvents": [
+            event for timeline in timelines(recordings) for event in _trace_events(timeline)
+        ],
+        "displayTimeUnit": "ms",
+        _KEY: [_as_json(recording) for recording in recordings],
+    }
+    path = Path(path)
+    path.write_text(json.dumps(trace))
+    return path
+
+
+def _trace_events(timeline: RankTimeline) -> Iterator[dict[str, Any]]:
+    rank = timeline.rank
+    yield _named("process_name", rank, 0, f"rank {rank}")
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+    lanes = [("communication", lane) for lane in timeline.communication]
+    lanes += [("exposed waits", timeline.waits), ("compute", timeline.compute)]
+    for tid, (name, bars) in enumerate(lanes, start=1):
+        yield _named("thread_name", rank, tid, name)
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": rank,
+            "tid": tid,
+            "args": {"sort_index": tid},
+        }
+        for bar in bars:
+            duration = (bar.ended - bar.began) * 1e6
+            yield {**_at(bar, rank, tid, name), "ph": "X", "dur": duration}
+    for name, marks in (("never read", timeline.unread), ("fallback", timeline.fallbacks)):
+        for bar in marks:
+            yield {**_at(bar, rank, 1, name), "ph": "i", "s": "t", "name": f"{name}: {bar.name}"}
+
+
+def _at(bar: Bar, rank: int, tid: int, category: str) -> dict[str, Any]:
+    event = {"name": bar.name, "cat": category, "pid": rank, "tid": tid, "ts": bar.began * 1e6}
+    if bar.event is not None:
+        event["args"] = {
+            "kernel": bar.event.kernel,
+            "shape": str(bar.event.shape),
+            "dtype": str(bar.event.dtype),
+            "bytes": bar.event.bytes,
+            "group": bar.event.group,
+            "exposed_ms": bar.event.exposed_s * 1e3,
+            "detail": bar.event.detail,
+        }
+    return event
+
+
+def _named(what: str, rank: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": tid, "args": {"name": name}}
+
+
+def _as_json(recording: Recording) -> dict[str, Any]:
+    events = [
+        {**vars(event), "dtype": None if event.dtype is None else str(event.dtype)}
+        for event in recording.events
+    ]
+    return {**vars(recording), "events": events}
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[Recording]:
+    """The recordings in a trace that `write_trace` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        trace = json.loads(Path(path).read_text())
+        recordings = trace[_KEY]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"Expected a trace with {_KEY!r} in it, got {os.fspath(path)!r}. Write it with "
+            f"log.to_chrome_trace(path)."
+        ) from None
+    return [_from_json(recording) for recording in recordings]
+
+
+def _from_json(recording: dict[str, Any]) -> Recording:
+    events = [
+        OverlapEvent(
+            **{
+                **event,
+                "dtype": _dtype(event["dtype"]),
+                "shape": tuple(event["shape"]),
+                "waits": [Interval(*wait) for wait in event["waits"]],
+            }
+        )
+        for event in recording["events"]
+    ]
+    spans = [ComputeSpan(*span) for span in recording["spans"]]
+    return Recording(**{**recording, "events": events, "spans": spans})
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name.removeprefix("torch."))

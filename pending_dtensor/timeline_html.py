@@ -1,0 +1,117 @@
+"""The timeline as a page of its own: no script, nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from pending_dtensor.events import Recording
+from pending_dtensor.overlap_summary import event_table, kind_table
+from pending_dtensor.timeline import (
+    COMMUNICATION_COLOR,
+    COMPUTE_COLOR,
+    EXPOSED_COLOR,
+    Bar,
+    RankTimeline,
+    timelines,
+)
+
+_LEFT, _PLOT, _RIGHT = 120, 900, 230  # widths in px: lane names, bars, totals
+_LANE, _BAR, _AXIS = 26, 20, 24  # heights in px
+_TICKS = 6
+_PX_PER_LETTER = 6.5
+
+_STYLE = f"""
+body {{ font: 14px system-ui, sans-serif; margin: 2em; color: #222; background: #fff }}
+svg {{ font: 12px system-ui, sans-serif; max-width: 100% }}
+pre {{ font-size: 12px; overflow-x: auto }}
+.communication {{ fill: {COMMUNICATION_COLOR} }}
+.exposed {{ fill: {EXPOSED_COLOR} }}
+.compute {{ fill: {COMPUTE_COLOR} }}
+.unread {{ fill: none; stroke: {COMMUNICATION_COLOR} }}
+.fallback {{ fill: #000 }}
+.grid {{ stroke: #e4e4e4 }}
+.first {{ font-size: 22px; font-weight: 600 }}
+.key {{ display: inline-block; width: 1em; height: 1em; margin: 0 .4em 0 1.2em }}
+"""
+
+
+def write_html(path: str | os.PathLike[str], recordings: Sequence[Recording]) -> Path:
+    """Writes a page with each rank's timeline, totals and tables, and gives the path."""
+    lanes = timelines(recordings)
+    span_s = max((timeline.ended for timeline in lanes), default=0.0) or 1.0
+    legend = "".join(
+        f'<span class="key" style="background: {color}"></span>{meaning}'
+        for color, meaning in (
+            (COMMUNICATION_COLOR, "a collective in flight"),
+            (EXPOSED_COLOR, "exposed: somebody waited for it"),
+            (COMPUTE_COLOR, "compute: matmuls and kernels of our layers"),
+        )
+    )
+    pictures = "".join(_picture(timeline, span_s) for timeline in lanes)
+    tables = "".join(
+        f"<h2>Rank {recording.rank}</h2><pre>{escape(kind_table(recording))}</pre>"
+        f"<details><summary>Each event</summary>"
+        f"<pre>{escape(event_table(recording))}</pre></details>"
+        for recording in sorted(recordings, key=lambda recording: recording.rank)
+    )
+    path = Path(path)
+    path.write_text(
+        f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>Overlap</title>'
+        f"<style>{_STYLE}</style><h1>What was hidden behind compute</h1>"
+        f"<p>{legend}</p>{pictures}{tables}</html>\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+def _picture(timeline: RankTimeline, span_s: float) -> str:
+    """One rank: communication above compute, a time axis below, totals to the right."""
+    px_per_s = _PLOT / span_s
+    lanes = len(timeline.communication) or 1
+    height = max((lanes + 1) * _LANE + _AXIS, 8 * 18 + 10)
+    bottom = (lanes + 1) * _LANE
+
+    def rects(bars: Sequence[Bar], lane: int, kind: str) -> Iterator[str]:
+        for bar in bars:
+            x, width = _LEFT + bar.began * px_per_s, (bar.ended - bar.began) * px_per_s
+            y = lane * _LANE + (_LANE - _BAR) / 2
+            label = f"{bar.name}, {(bar.ended - bar.began) * 1e3:.3f} ms"
+            yield (
+                f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{max(width, 0.7):.2f}" '
+                f'height="{_BAR}"><title>{escape(label)}\n{escape(bar.detail)}</title></rect>'
+            )
+            if kind != "exposed" and width > _PX_PER_LETTER * len(bar.name):
+                yield (
+                    f'<text x="{x + 3:.2f}" y="{y + _BAR - 6}" pointer-events="none">'
+                    f"{escape(bar.name)}</text>"
+                )
+
+    parts = [
+        f'<text x="0" y="16" font-weight="600">rank {timeline.rank}</text>',
+        f'<text x="{_LEFT - 8}" y="{_LANE - 9}" text-anchor="end">in flight</text>',
+        f'<text x="{_LEFT - 8}" y="{bottom - 9}" text-anchor="end">compute</text>',
+    ]
+    for tick in range(_TICKS + 1):
+        x = _LEFT + _PLOT * tick / _TICKS
+        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}"/>')
+        time = f"{span_s * 1e3 * tick / _TICKS:.4g} ms"
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{time}</text>')
+    for lane, bars in enumerate(timeline.communication):
+        parts += rects(bars, lane, "communication")
+    for lane, wait in timeline.exposed:
+        parts += rects([wait], lane, "exposed")
+    parts += rects(timeline.compute, lanes, "compute")
+    parts += rects(timeline.unread, 0, "unread")
+    parts += rects(timeline.fallbacks, lanes, "fallback")
+    for line, text in enumerate(timeline.totals()):
+        first = ' class="first"' if line == 0 and len(text) < 20 else ""
+        x, y = _LEFT + _PLOT + 35, 20 + line * 19
+        parts.append(f'<text x="{x}" y="{y}"{first}>{escape(text)}</text>')
+    width = _LEFT + _PLOT + _RIGHT
+    return (
+        f'<p><svg role="img" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f"{''.join(parts)}</svg></p>"
+    )
