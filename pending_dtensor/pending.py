@@ -303,7 +303,8 @@ class Pending:
 
     def release(self) -> None:
         """Waits for a launch whose value nobody wants, and frees its buffer. Never raises."""
-        buffer = self._buffer
+        # An interrupted constructor leaves slots unset.
+        buffer = getattr(self, "_buffer", None)
         if buffer is None or self._error is not None:
             return
         buffers = (buffer, *self._more)

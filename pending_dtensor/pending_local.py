@@ -242,7 +242,6 @@ class PendingLocal(AsyncCollectiveTensor):
             self._value = value
         return value
 
-    trigger_wait = materialize
     _get_acs_underlying_tensor = materialize
 
     def wait(self) -> torch.Tensor:
@@ -251,6 +250,9 @@ class PendingLocal(AsyncCollectiveTensor):
             return _Wait.apply(self)
         # A tensor of its own: what the caller does to its shape or its flags is not done to ours.
         return self.materialize().detach()
+
+    # torch.compile traces with what this gives: without its history no gradient would come back.
+    trigger_wait = wait
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         """As `torch.Tensor.numpy`, of the finished value."""
