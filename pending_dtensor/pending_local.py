@@ -14,6 +14,7 @@ from pending_dtensor.torch_compat import (
     AsyncCollectiveTensor,
     accumulating_gradient,
     forbid_raw_access,
+    keep_compile_context,
     no_dispatch,
 )
 
@@ -251,8 +252,14 @@ class PendingLocal(AsyncCollectiveTensor):
         # A tensor of its own: what the caller does to its shape or its flags is not done to ours.
         return self.materialize().detach()
 
-    # torch.compile traces with what this gives: without its history no gradient would come back.
-    trigger_wait = wait
+    def trigger_wait(self) -> torch.Tensor:
+        """As `wait`. torch.compile calls it on inputs of a graph, and traces with the result.
+
+        With its history, without which no gradient would come back out of the graph.
+        """
+        finished = self.wait()
+        keep_compile_context(self, finished)
+        return finished
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         """As `torch.Tensor.numpy`, of the finished value."""

@@ -48,6 +48,7 @@ __all__ = [
     "is_mask_partial",
     "is_strided_shard",
     "is_tracing",
+    "keep_compile_context",
     "mesh_axis_group",
     "no_dispatch",
     "plan_redistribution",
@@ -80,6 +81,17 @@ def is_strided_shard(placement: object) -> bool:
 def forbid_raw_access(wrapper: torch.Tensor) -> None:
     """Makes C code that takes the address of a wrapper's data raise, not read from address 0."""
     torch._C._set_throw_on_mutable_data_ptr(wrapper)
+
+
+def keep_compile_context(tensor: torch.Tensor, inner: torch.Tensor) -> None:
+    """Tells torch.compile that ``inner`` is the inner tensor of ``tensor``, a graph's input.
+
+    Else it would take the sizes of ``inner`` for new unknowns that no input determines.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and tensor in context.tensor_to_context:
+        of_tensor = context.tensor_to_context[tensor]
+        context.tensor_to_context[inner] = of_tensor.inner_contexts["elem"]
 
 
 def mesh_axis_group(mesh: torch.distributed.DeviceMesh, axis: int) -> str:
