@@ -109,7 +109,7 @@ class OverlapEvent:
         self.detail = detail
 
     @property
-    def in_flight(self) -> Interval | None:
+    def in_flight_at_most(self) -> Interval | None:
         """From the launch until the collective was known to have finished; None if never read.
 
         What had to be waited for finished when the wait ended. What was done before it was read

@@ -28,15 +28,17 @@ class OverlapLog(Recording):
         """Totals over the log.
 
         ``hidden_fraction`` is 1 - exposed_s / communication_s: of the time in which a collective
-        was in flight, the part in which no reader was blocked. It is an upper bound of what was
-        hidden, for ``communication_s`` is known as follows:
+        was in flight, the part in which no reader was blocked. ``communication_s`` is known as
+        follows:
 
         - It is the time in which at least one collective was in flight: ten at once count once.
-        - A collective that a reader had to wait for was in flight until that wait ended.
-        - One that was done before it was read is only known to have finished by then, so it counts
-          until the read. ``torch.profiler`` shows when the backend finished it.
-        - In a fused kernel it goes from the first message sent to the end of the last wait. A
-          kernel that never waits on the host (``ascend``) counts with its whole call.
+        - A collective that a reader had to wait for was in flight until that wait ended. If
+          another rank launched it later, waiting for that rank is part of it.
+        - One that was done before it was read is only known to have finished by then. It counts
+          as long as its bytes take at the median rate of those that were waited for, and not
+          beyond the read; if none was, until the read. ``torch.profiler`` shows the truth.
+        - In a fused kernel it goes from the first message sent to the end of the last wait, with
+          the gaps between its messages.
 
         Returns:
             ``collectives`` (count), ``by_kind`` and ``by_kernel`` (counts; kernel ``unfused`` is

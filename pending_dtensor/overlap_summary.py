@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pending_dtensor.events import OverlapEvent, Recording
+from pending_dtensor.events import Interval, OverlapEvent, Recording
+from pending_dtensor.in_flight import in_flight
 from pending_dtensor.intervals import subtract, total, union
 
 
 def summarize(recording: Recording) -> dict[str, Any]:
     """See `OverlapLog.summary`, which says what each number means."""
     collectives = recording.collectives
+    flights = in_flight(collectives)
     waits = union(wait for event in collectives for wait in event.waits)
     return {
         "collectives": len(collectives),
@@ -21,17 +23,18 @@ def summarize(recording: Recording) -> dict[str, Any]:
         "by_kernel": dict(Counter(event.kernel for event in collectives)),
         "fused": sum(event.kernel != "unfused" for event in collectives),
         "bytes": sum(event.bytes for event in collectives),
-        **_times(collectives),
+        **_times(collectives, flights),
         "compute_s": total(subtract(recording.spans, waits)),
         "unread": sum(event.wait_began is None for event in collectives),
         "fallbacks": len(recording.fallbacks),
     }
 
 
-def _times(collectives: Sequence[OverlapEvent]) -> dict[str, float | None]:
+def _times(
+    collectives: Sequence[OverlapEvent], flights: Mapping[OverlapEvent, Interval]
+) -> dict[str, float | None]:
     exposed_s = math.fsum(event.exposed_s for event in collectives)
-    in_flight = [event.in_flight for event in collectives]
-    communication_s = total(union(interval for interval in in_flight if interval is not None))
+    communication_s = total(union(flights[event] for event in collectives if event in flights))
     seen = communication_s > 0 and all(event.device == "cpu" for event in collectives)
     return {
         "exposed_s": exposed_s,
@@ -55,8 +58,9 @@ def kind_table(recording: Recording) -> str:
     groups: dict[tuple[str, str], list[OverlapEvent]] = {}
     for event in recording.collectives:
         groups.setdefault((event.kind, event.kernel), []).append(event)
-    rows = [_kind_row(*key, events) for key, events in groups.items()]
-    rows.append(_kind_row("total", "", recording.collectives))
+    flights = in_flight(recording.collectives)
+    rows = [_kind_row(*key, events, flights) for key, events in groups.items()]
+    rows.append(_kind_row("total", "", recording.collectives, flights))
     header = ("collective", "kernel", "count", "MiB", "in flight ms", "exposed ms", "hidden")
     return "\n".join(
         [
@@ -66,8 +70,13 @@ def kind_table(recording: Recording) -> str:
     )
 
 
-def _kind_row(kind: str, kernel: str, events: Sequence[OverlapEvent]) -> tuple[str, ...]:
-    times = _times(events)
+def _kind_row(
+    kind: str,
+    kernel: str,
+    events: Sequence[OverlapEvent],
+    flights: Mapping[OverlapEvent, Interval],
+) -> tuple[str, ...]:
+    times = _times(events, flights)
     return (
         kind,
         kernel,
@@ -83,8 +92,8 @@ def event_table(recording: Recording) -> str:
     """A line for each event."""
     header = ("event", "kernel", "dtype", "shape", "MiB", "at ms", "in flight ms", "exposed ms")
     rows = [(*header, "detail")]
+    flights = in_flight(recording.collectives)
     for event in recording.events:
-        in_flight = event.in_flight
         rows.append(
             (
                 event.kind,
@@ -93,7 +102,7 @@ def event_table(recording: Recording) -> str:
                 "x".join(map(str, event.shape)),
                 _mib(event.bytes),
                 _ms(event.started - recording.opened),
-                _ms(None if in_flight is None else total([in_flight])),
+                _ms(total([flights[event]]) if event in flights else None),
                 _ms(None if event.wait_began is None else event.exposed_s),
                 event.detail,
             )
@@ -102,8 +111,8 @@ def event_table(recording: Recording) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """A fraction for people, a dash if there is none."""
-    return "-" if fraction is None else f"{fraction:.0%}"
+    """A fraction for people, a dash if there is none. Rounded down: 100% is all of it."""
+    return "-" if fraction is None else f"{int(fraction * 100)}%"
 
 
 def _ms(seconds: float | None) -> str:

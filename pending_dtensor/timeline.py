@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pending_dtensor.events import ComputeSpan, Interval, OverlapEvent, Recording
+from pending_dtensor.in_flight import in_flight
 from pending_dtensor.intervals import subtract, union
 from pending_dtensor.overlap_summary import percent, summarize
 
 # Told apart also by people who cannot tell red from green, and in grey.
 COMMUNICATION_COLOR = "#5b9bd5"
+UNSEEN_COLOR = "#dbe8f5"
 EXPOSED_COLOR = "#d1330a"
 COMPUTE_COLOR = "#bdbdbd"
 
@@ -33,6 +35,7 @@ class RankTimeline:
     Attributes:
         rank: the rank.
         communication: lanes of collectives in flight; as many as were in flight at once.
+        unseen: from there on, until they were read, collectives that nobody saw finish.
         waits: where a reader was blocked.
         compute: matmuls and fused kernels, cut where they were blocked.
         unread: collectives that nobody read: it is not known how long they took.
@@ -42,19 +45,17 @@ class RankTimeline:
 
     rank: int
     communication: list[list[Bar]]
+    unseen: list[Bar]
     waits: list[Bar]
     compute: list[Bar]
     unread: list[Bar]
     fallbacks: list[Bar]
     summary: dict[str, Any]
 
-    @property
-    def exposed(self) -> Iterator[tuple[int, Bar]]:
-        """Each wait, with the communication lane of what was waited for."""
-        lane_of = {
-            id(bar.event): lane for lane, bars in enumerate(self.communication) for bar in bars
-        }
-        return ((lane_of[id(wait.event)], wait) for wait in self.waits)
+    def in_communication_lanes(self, bars: Sequence[Bar]) -> Iterator[tuple[int, Bar]]:
+        """Bars of `waits` or `unseen`, each with the lane of its collective."""
+        lane_of = {bar.event: lane for lane, bars in enumerate(self.communication) for bar in bars}
+        return ((lane_of[bar.event], bar) for bar in bars)
 
     @property
     def ended(self) -> float:
@@ -99,19 +100,30 @@ def _timeline(recording: Recording, shift: float) -> RankTimeline:
     def moment(event: OverlapEvent) -> Bar:
         return bar(Interval(event.started, event.started), label(event), event)
 
-    read = [event for event in recording.collectives if event.in_flight is not None]
-    in_flight = [bar(event.in_flight, label(event), event) for event in read if event.in_flight]
-    waits = union(wait for event in read for wait in event.waits)
+    flights = in_flight(recording.collectives)
+    until_read = {event: event.in_flight_at_most or flight for event, flight in flights.items()}
+    lanes = in_lanes([bar(times, label(event), event) for event, times in until_read.items()])
+    in_flight_bars = {event: bar(flight, label(event), event) for event, flight in flights.items()}
+    waits = union(wait for event in flights for wait in event.waits)
     return RankTimeline(
         recording.rank,
-        in_lanes(in_flight),
-        [bar(wait, f"waiting for {label(event)}", event) for event in read for wait in event.waits],
+        [[in_flight_bars[bar.event] for bar in lane if bar.event] for lane in lanes],
+        [
+            bar(Interval(flight.ended, until_read[event].ended), "finished unseen", event)
+            for event, flight in flights.items()
+            if flight.ended < until_read[event].ended
+        ],
+        [
+            bar(wait, f"waiting for {label(event)}", event)
+            for event in flights
+            for wait in event.waits
+        ],
         [
             bar(part, span.name)
             for span in sorted(recording.spans, key=lambda span: (span.began, -span.ended))
             for part in subtract([span], waits)
         ],
-        [moment(event) for event in recording.collectives if event.in_flight is None],
+        [moment(event) for event in recording.collectives if event not in flights],
         [moment(event) for event in recording.fallbacks],
         summarize(recording),
     )

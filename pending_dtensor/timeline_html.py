@@ -13,6 +13,7 @@ from pending_dtensor.timeline import (
     COMMUNICATION_COLOR,
     COMPUTE_COLOR,
     EXPOSED_COLOR,
+    UNSEEN_COLOR,
     Bar,
     RankTimeline,
     timelines,
@@ -28,6 +29,7 @@ body {{ font: 14px system-ui, sans-serif; margin: 2em; color: #222; background: 
 svg {{ font: 12px system-ui, sans-serif; max-width: 100% }}
 pre {{ font-size: 12px; overflow-x: auto }}
 .communication {{ fill: {COMMUNICATION_COLOR} }}
+.unseen {{ fill: {UNSEEN_COLOR} }}
 .exposed {{ fill: {EXPOSED_COLOR} }}
 .compute {{ fill: {COMPUTE_COLOR} }}
 .unread {{ fill: none; stroke: {COMMUNICATION_COLOR} }}
@@ -46,6 +48,7 @@ def write_html(path: str | os.PathLike[str], recordings: Sequence[Recording]) ->
         f'<span class="key" style="background: {color}"></span>{meaning}'
         for color, meaning in (
             (COMMUNICATION_COLOR, "a collective in flight"),
+            (UNSEEN_COLOR, "not read yet, probably done"),
             (EXPOSED_COLOR, "exposed: somebody waited for it"),
             (COMPUTE_COLOR, "compute: matmuls and kernels of our layers"),
         )
@@ -83,7 +86,7 @@ def _picture(timeline: RankTimeline, span_s: float) -> str:
                 f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{max(width, 0.7):.2f}" '
                 f'height="{_BAR}"><title>{escape(label)}\n{escape(bar.detail)}</title></rect>'
             )
-            if kind != "exposed" and width > _PX_PER_LETTER * len(bar.name):
+            if kind in ("communication", "compute") and width > _PX_PER_LETTER * len(bar.name):
                 yield (
                     f'<text x="{x + 3:.2f}" y="{y + _BAR - 6}" pointer-events="none">'
                     f"{escape(bar.name)}</text>"
@@ -101,8 +104,10 @@ def _picture(timeline: RankTimeline, span_s: float) -> str:
         parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{time}</text>')
     for lane, bars in enumerate(timeline.communication):
         parts += rects(bars, lane, "communication")
-    for lane, wait in timeline.exposed:
-        parts += rects([wait], lane, "exposed")
+    for lane, bar in timeline.in_communication_lanes(timeline.unseen):
+        parts += rects([bar], lane, "unseen")
+    for lane, bar in timeline.in_communication_lanes(timeline.waits):
+        parts += rects([bar], lane, "exposed")
     parts += rects(timeline.compute, lanes, "compute")
     parts += rects(timeline.unread, 0, "unread")
     parts += rects(timeline.fallbacks, lanes, "fallback")

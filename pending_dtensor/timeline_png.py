@@ -12,6 +12,7 @@ from pending_dtensor.timeline import (
     COMMUNICATION_COLOR,
     COMPUTE_COLOR,
     EXPOSED_COLOR,
+    UNSEEN_COLOR,
     Bar,
     RankTimeline,
     timelines,
@@ -54,14 +55,15 @@ def write_png(path: str | os.PathLike[str], recordings: Sequence[Recording]) -> 
     axes[-1].set_xlabel("ms")
     legend = [
         Patch(color=COMMUNICATION_COLOR, label="in flight, hidden"),
+        Patch(color=UNSEEN_COLOR, label="not read yet, probably done"),
         Patch(color=EXPOSED_COLOR, label="exposed: somebody waited"),
         Patch(color=COMPUTE_COLOR, label="compute"),
     ]
     inches = figure.get_size_inches()[1]
     figure.subplots_adjust(
-        left=0.085, right=0.085 + _PLOT_WIDTH, top=1 - 0.45 / inches, bottom=0.5 / inches
+        left=0.085, right=0.085 + _PLOT_WIDTH, top=1 - 0.7 / inches, bottom=0.5 / inches
     )
-    figure.legend(handles=legend, loc="upper left", ncols=3, frameon=False, fontsize=10)
+    figure.legend(handles=legend, loc="upper left", ncols=4, frameon=False, fontsize=10)
     path = Path(path)
     figure.savefig(path, format="png")
     return path
@@ -73,7 +75,9 @@ def _draw(axis: Any, rank: RankTimeline, span_ms: float) -> None:
     for lane, bars in enumerate(rank.communication):
         _draw_bars(axis, bars, lane, COMMUNICATION_COLOR, span_ms)
     _draw_bars(axis, rank.compute, lanes, COMPUTE_COLOR, span_ms)
-    for lane, wait in rank.exposed:
+    for lane, bar in rank.in_communication_lanes(rank.unseen):
+        _draw_bars(axis, [bar._replace(name="")], lane, UNSEEN_COLOR, span_ms)
+    for lane, wait in rank.in_communication_lanes(rank.waits):
         for row in (lane, lanes):
             _draw_bars(axis, [wait._replace(name="")], row, EXPOSED_COLOR, span_ms)
     for marks, lane, color in (
@@ -104,8 +108,9 @@ def _draw_bars(axis: Any, bars: Sequence[Bar], lane: int, color: str, span_ms: f
     # A bar is never thinner than a line, else short waits could not be seen.
     least = span_ms / 1500
     times = [(bar.began * 1e3, max((bar.ended - bar.began) * 1e3, least)) for bar in bars]
+    edge = 0.5 if color == COMPUTE_COLOR else 0
     place = (lane - _BAR_HEIGHT / 2, _BAR_HEIGHT)
-    axis.broken_barh(times, place, facecolors=color, edgecolors="white", linewidth=0.3)
+    axis.broken_barh(times, place, facecolors=color, edgecolors="white", linewidth=edge)
     for bar, (began, width) in zip(bars, times, strict=True):
         if bar.name and width / span_ms * _LETTERS_ACROSS > len(bar.name):
             axis.text(began + span_ms / 300, lane, bar.name, va="center", fontsize=8, clip_on=True)
