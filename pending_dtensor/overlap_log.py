@@ -37,6 +37,7 @@ class OverlapLog(Recording):
         - One that was done before it was read is only known to have finished by then. It counts
           as long as its bytes take at the median rate of those that were waited for, and not
           beyond the read; if none was, until the read. ``torch.profiler`` shows the truth.
+        - All the time that somebody was blocked counts.
         - In a fused kernel it goes from the first message sent to the end of the last wait, with
           the gaps between its messages.
 

@@ -34,7 +34,8 @@ def _times(
     collectives: Sequence[OverlapEvent], flights: Mapping[OverlapEvent, Interval]
 ) -> dict[str, float | None]:
     exposed_s = math.fsum(event.exposed_s for event in collectives)
-    communication_s = total(union(flights[event] for event in collectives if event in flights))
+    waits = [wait for event in collectives for wait in event.waits]
+    communication_s = total(union([*(flights[e] for e in collectives if e in flights), *waits]))
     seen = communication_s > 0 and all(event.device == "cpu" for event in collectives)
     return {
         "exposed_s": exposed_s,
