@@ -189,7 +189,7 @@ class MC2Linear(nn.Linear):
             # Refused now rather than in backward, when half of the step is done.
             operations.append("matmul_reduce_scatter")
         self._require(config, operations, gathered.dtype, layout)
-        _require_fused_alike(local.recipe, config.options)
+        self._join(gathered, config)
         bias = None if self.bias is None else as_autocast(self.bias)
         return all_gather_linear(gathered, as_autocast(self.weight), bias, config.options)
 
@@ -257,9 +257,49 @@ class MC2Linear(nn.Linear):
     def shared_gather(
         self, source: torch.Tensor, boundary: Hashable, make: Callable[[], HyperDTensor]
     ) -> HyperDTensor:
-        """`shared_deferred_gather` for this column, among columns that are fused alike."""
-        fused_as = _fused_as(self._configuration().options)
-        return shared_deferred_gather(source, self, (boundary, fused_as), make)
+        """`shared_deferred_gather` for this column, among columns that it can share one with."""
+        config = self._configuration()
+
+        def joins(gather: HyperDTensor) -> bool:
+            return not self._reasons_not_to_join(gather, config)
+
+        return shared_deferred_gather(source, self, boundary, make, joins)
+
+    def _join(self, gathered: HyperDTensor, config: _Configuration) -> None:
+        """Counts this column among the readers of a gather.
+
+        Raises:
+            MC2ConstraintError: the gather was handed to columns that cannot share it.
+        """
+        reasons = self._reasons_not_to_join(gathered, config)
+        if reasons:
+            raise MC2ConstraintError(
+                f"Expected columns that can share the gather they were handed (MC2Linear in mode "
+                f"'all_gather'), got: {' '.join(reasons)} Let each gather for itself: no "
+                f"PrepareModuleInput(defer=True)."
+            )
+        readers = _readers.setdefault(gathered._local_tensor.recipe, _Readers(config.options, []))
+        readers.out_features.append(self.out_features)
+
+    def _reasons_not_to_join(self, gathered: HyperDTensor, config: _Configuration) -> list[str]:
+        """Why the grad_inputs of this column and of a gather's readers cannot be reduced as one."""
+        readers = _readers.get(gathered._local_tensor.recipe)
+        if readers is None:
+            return []
+        options, first = config.options, readers.options
+        if (options.kernel, options.column_backward) != (first.kernel, first.column_backward):
+            return [
+                f"Expected them to be fused alike, got kernel={options.kernel!r} with "
+                f"column_backward={options.column_backward!r} besides {first.kernel!r} with "
+                f"{first.column_backward!r}."
+            ]
+        if options.column_backward != "fused" or not _will_differentiate(gathered):
+            return []
+        ranks = config.group.size()
+        features = [chunk_sizes(n, ranks) for n in (*readers.out_features, self.out_features)]
+        contractions = tuple(sorted({sum(on_rank) for on_rank in zip(*features, strict=True)}))
+        facts = CallFacts(ranks=ranks, contractions=contractions)
+        return get_kernel(options.kernel).reasons_not_supported("matmul_reduce_scatter", facts)
 
     def _deferred_input(self, input: DTensor, config: _Configuration) -> HyperDTensor:
         """A column's input as the deferred gather of its sequence shard."""
@@ -360,24 +400,14 @@ def _require(kernel: Kernel, facts: Mapping[Operation, CallFacts]) -> None:
         raise MC2ConstraintError("\n".join(messages))
 
 
-def _fused_as(options: FusionOptions) -> tuple[str, str]:
-    """What columns must have in common to add up their grad_inputs before one reduction."""
-    return options.kernel, options.column_backward
+class _Readers(NamedTuple):
+    """The columns that have read a gather so far: options of the first, out features of each."""
+
+    options: FusionOptions
+    out_features: list[int]
 
 
-def _require_fused_alike(gather: DeferredAllGather, options: FusionOptions) -> None:
-    first, this = _readers.setdefault(gather, _fused_as(options)), _fused_as(options)
-    if this != first:
-        raise MC2ConstraintError(
-            f"Expected the columns that share a deferred gather to be fused alike, got kernel and "
-            f"column_backward {this} besides {first} (MC2Linear in mode 'all_gather'). Give them "
-            f"the same, or each its own gather: no defer=True."
-        )
-
-
-_readers: weakref.WeakKeyDictionary[DeferredAllGather, tuple[str, str]] = (
-    weakref.WeakKeyDictionary()
-)
+_readers: weakref.WeakKeyDictionary[DeferredAllGather, _Readers] = weakref.WeakKeyDictionary()
 
 
 def _will_differentiate(input: torch.Tensor) -> bool:

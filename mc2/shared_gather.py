@@ -52,7 +52,11 @@ def deferred_gather(shard: HyperDTensor, placements: Sequence[Placement]) -> Hyp
 
 
 def shared_deferred_gather(
-    source: torch.Tensor, user: nn.Module, boundary: Hashable, make: Callable[[], HyperDTensor]
+    source: torch.Tensor,
+    user: nn.Module,
+    boundary: Hashable,
+    make: Callable[[], HyperDTensor],
+    joins: Callable[[HyperDTensor], bool],
 ) -> HyperDTensor:
     """The deferred gather of a tensor; the same one for every layer that is handed that tensor.
 
@@ -61,6 +65,7 @@ def shared_deferred_gather(
         user: the layer. It gets a gather of its own if it has used the shared one before.
         boundary: what else decides the result of ``make``: mesh and placements.
         make: makes the `deferred_gather` of ``source``.
+        joins: whether the layer can read a gather besides those that have read it.
     """
     local = source._local_tensor if isinstance(source, DTensor) else source
     if source.is_inference() or local.is_inference():
@@ -73,7 +78,13 @@ def shared_deferred_gather(
         autocast_dtype(source),
     )
     shared = _latest.shared
-    if shared is None or shared.source() is not source or shared.key != key or user in shared.users:
+    if (
+        shared is None
+        or shared.source() is not source
+        or shared.key != key
+        or user in shared.users
+        or not joins(shared.gather)
+    ):
         shared = _Shared(weakref.ref(source, _forget), key, make(), weakref.WeakSet())
         _latest.shared = shared
     shared.users.add(user)

@@ -24,6 +24,7 @@ from mc2 import MC2ConstraintError, MC2Linear, kernels
 from mc2.kernel_interface import GatheredMatmul, StartedScatter
 from mc2.kernels.ascend import AscendKernel
 from mc2.kernels.decomposed import DecomposedKernel
+from mc2.shared_gather import deferred_gather
 from parallel_styles import MC2ColwiseParallel, MC2RowwiseParallel, parallelize_module
 from pending_dtensor import HyperDTensor, record_overlap
 from pending_dtensor.collectives import chunk_sizes
@@ -623,6 +624,27 @@ def test_ascend_refuses_at_the_call_what_the_style_could_not_know(grad: bool, ra
             assert "one dtype, got torch.float32, torch.bfloat16" in message
             assert ("cannot run all_gather_matmul" in message) == (grad or layer is block.w1)
             assert ("cannot run matmul_reduce_scatter" in message) == (grad or layer is block.w2)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_siblings_that_fit_alone_but_not_together(told: bool) -> None:
+    """Their grad_inputs would be one contraction: found at the call, not in backward."""
+    limits = mock.patch.object(Recording, "constraint_reasons", AscendKernel.constraint_reasons)
+    with fake_ranks(2) as mesh, npu_of_our_own(), recording() as kernel, limits:
+        pair = nn.ModuleList(nn.Linear(256, 2 * 40000, **HALF) for _ in range(2))
+        parallelize_module(pair, mesh, {"*": column(kernel="recording")})
+        x = torch.ones(1, 2, 256, dtype=torch.bfloat16, requires_grad=True)
+        if not told:
+            sum(layer(x).sum() for layer in pair).backward()
+            assert kernel.seen == [AG, AG, RS, RS]  # each for itself
+            return
+        gather = deferred_gather(HyperDTensor.from_local(x, mesh, [Shard(1)]), [Replicate()])
+        pair[0](gather)
+        with nothing_launched(), pytest.raises(MC2ConstraintError, match="got 80000"):
+            pair[1](gather)
+        with torch.no_grad():
+            for layer in pair:  # without backward there is no sum
+                layer(gather)
 
 
 def test_a_group_without_hccl() -> None:
