@@ -78,6 +78,7 @@ def test_public_names() -> None:
     assert sorted(mc2.__all__) == [
         "MC2ConstraintError",
         "MC2Linear",
+        "assert_fused",
         "available_kernels",
         "reasons_not_supported",
     ]
