@@ -630,7 +630,12 @@ def test_ascend_refuses_at_the_call_what_the_style_could_not_know(grad: bool, ra
 @pytest.mark.parametrize("told", [True, False])
 def test_siblings_that_fit_alone_but_not_together(told: bool) -> None:
     """Their grad_inputs would be one contraction: found at the call, not in backward."""
-    limits = mock.patch.object(Recording, "constraint_reasons", AscendKernel.constraint_reasons)
+    limits = mock.patch.multiple(
+        Recording,
+        create=True,
+        constraint_reasons=AscendKernel.constraint_reasons,
+        _group_reasons=lambda self, group: [],
+    )
     with fake_ranks(2) as mesh, npu_of_our_own(), recording() as kernel, limits:
         pair = nn.ModuleList(nn.Linear(256, 2 * 40000, **HALF) for _ in range(2))
         parallelize_module(pair, mesh, {"*": column(kernel="recording")})
