@@ -23,6 +23,7 @@ if IN_RANK_PROCESS:
         Placement,
         Replicate,
         Shard,
+        init_device_mesh,
     )
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -187,6 +188,48 @@ def test_every_pair_on_two_axes(ctx: RankContext) -> None:
     ]:
         cases[f"{source} -> {target}, {gradient}"] = (source, target, gradient, (4, 4, 3))
     by_name(cases, lambda name, case: compare_with_torch(ctx, mesh, case))
+
+
+@on_ranks(4)
+def test_axes_that_torch_merges(ctx: RankContext) -> None:
+    """Once a flattened mesh exists, torch makes one hop of two on its axes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    cases = {
+        f"{source} -> {target}": (source, target, target, shape)
+        for source, target, shape in [
+            ("Psum Psum", "R R", (3, 5)),
+            ("Pavg Pavg", "R R", (3, 5)),
+            ("Psum Pavg", "R R", (3, 5)),
+            ("Pmax Pmax", "R R", (3, 5)),
+            ("Psum Psum", "S0 S0", (5, 3)),
+            ("Psum Pavg", "S0 S0", (8, 3)),
+            ("S0 S0", "R R", (5, 3)),
+            ("S0 S0", "R R", (8, 3)),
+            ("S1 S1", "R R", (3, 5)),
+            ("S0 S0", "S1 S1", (5, 6)),
+            ("R R", "S0 S0", (5, 3)),
+        ]
+    }
+    by_name(cases, lambda name, case: compare_with_torch(ctx, mesh, case))
+    mesh["outer", "inner"]._flatten("both")
+    by_name(cases, lambda name, case: compare_with_torch(ctx, mesh, case))
+    with record_overlap() as log:
+        tensor = make(HyperDTensor, ctx, mesh, parse("Psum Psum"), (3, 5))
+        moved = tensor.redistribute(placements=parse("R R"), async_op=True)
+    assert [event.kind for event in log.events] == ["all_reduce"]
+    same(moved.full_tensor(), local_part(ctx, mesh, parse("R R"), (3, 5)) * 9)
+
+
+@on_ranks(4)
+def test_three_axes(ctx: RankContext) -> None:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    for source, target in [
+        ("S0 R S1", "R R R"),
+        ("S0 S0 S0", "S1 R R"),
+        ("Psum S0 Psum", "S0 S0 S1"),
+        ("R Psum S2", "S2 R S0"),
+    ]:
+        compare_with_torch(ctx, mesh, (source, target, target, (5, 3, 4)))
 
 
 @on_ranks(2)
