@@ -216,6 +216,44 @@ def test_compile_with_aot_eager(ctx: RankContext, sp: bool) -> None:
 
 
 @plans
+@on_ranks(2)
+@pytest.mark.filterwarnings("default")
+def test_compile_of_some_modules(ctx: RankContext, sp: bool) -> None:
+    """Each block compiled, between eager layers whose outputs are pending.
+
+    The reference is eager: torch's styles fail here in backward.
+    """
+    torch._dynamo.reset()
+    model = parallelized(parallel_styles, ctx.mesh(), sp=sp)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    equal(train(model), train(parallelized(torch_styles, ctx.mesh(), sp=sp)))
+
+
+@pytest.mark.parametrize("dynamic", [False, None, True])
+@on_ranks(2)
+@pytest.mark.filterwarnings("default")
+def test_gradient_out_of_a_compiled_function_of_a_pending_value(
+    ctx: RankContext, dynamic: bool | None
+) -> None:
+    torch._dynamo.reset()
+    layer = nn.Linear(8, 8)
+    parallel_styles.parallelize_module(layer, ctx.mesh(), parallel_styles.RowwiseParallel())
+    compiled = torch.compile(lambda x: x.relu() * 2, backend="aot_eager", dynamic=dynamic)
+    for rows in (4, 6):
+        x = part(torch.randn(rows, 8), -1).requires_grad_()
+        results = []
+        for function in (compiled, lambda x: x.relu() * 2):
+            pending = layer(x)
+            assert isinstance(pending, PendingLocal)
+            out = function(pending)
+            assert out.requires_grad
+            results.append((out.detach(), *torch.autograd.grad(out.sum(), (x, layer.weight))))
+        for got, expected in zip(*results, strict=True):
+            assert torch.equal(full(got), full(expected))
+
+
+@plans
 @pytest.mark.parametrize("kind", ["reentrant", "not_reentrant", "wrapper", "composable"])
 @on_ranks(2)
 def test_activation_checkpointing(ctx: RankContext, sp: bool, kind: str) -> None:
