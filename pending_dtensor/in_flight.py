@@ -44,7 +44,7 @@ def saw_the_end(event: OverlapEvent) -> bool:
 
 
 def _seconds_per_byte(seen: dict[OverlapEvent, Interval]) -> float | None:
-    """The median over the bytes: neither latency nor one late rank decides it."""
+    """The median over the bytes, the lower of two: neither latency nor one late rank decides."""
     rates = sorted(
         ((interval.ended - interval.began) / _traffic_bytes(event), _traffic_bytes(event))
         for event, interval in seen.items()

@@ -84,7 +84,13 @@ def _draw(axis: Any, rank: RankTimeline, span_ms: float) -> None:
         (rank.unread, 0, COMMUNICATION_COLOR),
         (rank.fallbacks, lanes, "black"),
     ):
-        axis.plot([mark.began * 1e3 for mark in marks], [lane] * len(marks), "v", color=color)
+        axis.plot(
+            [mark.began * 1e3 for mark in marks],
+            [lane] * len(marks),
+            "v",
+            color=color,
+            clip_on=False,
+        )
     axis.set_ylim(lanes + 0.6, -0.6)
     axis.set_xlim(0, span_ms)
     axis.set_yticks([(lanes - 1) / 2, lanes], ["in flight", "compute"])
