@@ -29,9 +29,11 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
-# The property tests again, with many more examples and new ones each time.
+# The property tests again, with many more examples and new ones each time; those of one file with
+# TESTS=path. A failure prints the command that tries its example again.
+TESTS ?= tests
 fuzz: $(STAMP)
-	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests -m hypothesis
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest $(TESTS) -m hypothesis
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

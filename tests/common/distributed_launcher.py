@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -99,6 +99,9 @@ class Task:
 
     Attributes:
         allow_unwaited: whether collectives nobody waited for are left to the test.
+        keep_if_all_raise: whether ranks that all raised, and left nothing in flight, are kept. Only
+            for bodies whose ranks communicate alike until they raise: examples of a property, since
+            shrinking a failing one fails hundreds of times.
     """
 
     module: str
@@ -106,6 +109,7 @@ class Task:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     allow_unwaited: bool = False
+    keep_if_all_raise: bool = False
 
 
 @dataclass
@@ -245,7 +249,10 @@ class RankPool:
                 with contextlib.suppress(BrokenPipeError):  # _collect reports the dead rank
                     connection.send_bytes(message)
             outcomes = self._collect(timeout_s)
-            reusable = all(not outcome.failed and outcome.reusable for outcome in outcomes)
+            in_step = not any(outcome.failed for outcome in outcomes) or (
+                task.keep_if_all_raise and all(outcome.status == "raised" for outcome in outcomes)
+            )
+            reusable = in_step and all(outcome.reusable for outcome in outcomes)
         finally:
             if not reusable:
                 self.kill()
@@ -417,14 +424,17 @@ def shut_down_pools() -> None:
 
 
 def on_ranks(
-    *world_sizes: int, timeout_s: float = TEST_TIMEOUT_S, allow_unwaited: bool = False
+    *world_sizes: int,
+    timeout_s: float = TEST_TIMEOUT_S,
+    allow_unwaited: bool = False,
+    keep_if_all_raise: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a module-level function a test whose body runs in every rank, once per world size.
 
     The test passes if the body returns on every rank within ``timeout_s``, with nothing left
     behind: no warning, no exception in a ``__del__``, and, unless ``allow_unwaited``, no collective
     that was launched and not waited for. Parameters other than ``ctx`` are fixtures and
-    parametrized values of the parent: they are pickled.
+    parametrized values of the parent: they are pickled. ``keep_if_all_raise`` is that of `Task`.
     """
     if not world_sizes or any(size < 1 for size in world_sizes):
         raise ValueError(f"Expected world sizes of at least 1, got {world_sizes} (on_ranks).")
@@ -445,7 +455,9 @@ def on_ranks(
             __tracebackhide__ = True
             values = signature.bind(*args, **kwargs).arguments
             world_size = values.pop("world_size")
-            pool(world_size).run_task(_task(function, (), values, allow_unwaited), timeout_s)
+            task = _task(function, (), values)
+            task = replace(task, allow_unwaited=allow_unwaited, keep_if_all_raise=keep_if_all_raise)
+            pool(world_size).run_task(task, timeout_s)
 
         in_every_rank.__signature__ = signature  # type: ignore[attr-defined]
         ids = [f"{size}ranks" for size in world_sizes]
@@ -458,7 +470,6 @@ def _task(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    allow_unwaited: bool = False,
 ) -> Task:
     module, qualname = function.__module__, function.__qualname__
     if module == "__main__" or "." in qualname:
@@ -466,7 +477,7 @@ def _task(
             f"Expected a module-level function of an importable module, got {qualname} of {module} "
             "(a task for rank processes). Move it to the top level of a test module."
         )
-    return Task(module, qualname, args, dict(kwargs), allow_unwaited)
+    return Task(module, qualname, args, dict(kwargs))
 
 
 def find_body(task: Task) -> Callable[..., Any]:

@@ -61,6 +61,8 @@ def serve(connection: Connection, config: RankConfig) -> None:
     _reply(connection, _guarded(lambda: _join_group(config)))
     while message := tasks.get():
         outcome = _guarded(functools.partial(_run, message, context, config))
+        if outcome.failed:
+            outcome.reusable = _nothing_in_flight()
         sys.stdout.flush()
         _reply(connection, outcome)
     _leave_group()
@@ -165,6 +167,14 @@ def _check_left_behind(task: Task) -> int:
             f"({task.qualname}). Read or wait for the result, or pass allow_unwaited=True."
         )
     return unwaited
+
+
+def _nothing_in_flight() -> bool:
+    """Whether a body that raised left no collective behind that another task would meet."""
+    from torch._C._distributed_c10d import _get_work_registry_size
+
+    gc.collect()
+    return not _get_work_registry_size() and not _unraisable
 
 
 def _require_plain(value: Any, task: Task) -> None:

@@ -202,6 +202,32 @@ def raise_the_same() -> None:
     raise KeyError("everywhere")
 
 
+_left: list[Any] = []
+
+
+def raise_with_a_collective_in_flight() -> None:
+    _left.append(
+        torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD.group_name)
+    )
+    raise ValueError("and nobody waits")
+
+
+def test_ranks_of_a_property_are_kept_if_all_raise_and_nothing_is_in_flight() -> None:
+    for body, kept in [
+        (raise_the_same, True),
+        (raise_the_same, True),
+        (raise_on_rank_1, False),
+        (raise_with_a_collective_in_flight, False),
+    ]:
+        before = pool(2)
+        with pytest.raises(RankFailure):
+            before.run_task(
+                Task(body.__module__, body.__qualname__, (), {}, keep_if_all_raise=True)
+            )
+        assert before.closed is not kept
+        assert pool(2).run(rank_and_size, 1)[1]["rank"] == 1
+
+
 def raise_while_others_communicate(ctx: RankContext) -> None:
     if ctx.rank == 1:
         raise ValueError("rank 0 waits for me")
