@@ -204,6 +204,7 @@ class Kernel(ABC):
 
         Raises:
             MC2ConstraintError: the kernel cannot run this; nothing was communicated.
+            CollectiveFailedError: rows of another rank did not come.
         """
         facts = CallFacts(
             ranks=layout.ranks,
@@ -217,18 +218,20 @@ class Kernel(ABC):
         self._require("all_gather_matmul", facts, operands)
         keep = gather_output and layout.ranks > 1
         schedule = self.schedule(layout, shard, chunks)
-        with blocked_time() as blocked:
-            gathered, *outs = self.ops["all_gather_matmul"](
-                shard.contiguous(),
-                list(weights),
-                layout.outer,
-                layout.sizes,
-                layout.inner,
-                layout.rank,
-                keep,
-                self.op_group(group),
-                *schedule.extra_args,
-            )
+        args = (
+            shard.contiguous(),
+            list(weights),
+            layout.outer,
+            layout.sizes,
+            layout.inner,
+            layout.rank,
+            keep,
+            self.op_group(group),
+            *schedule.extra_args,
+        )
+        sent = (layout.rows, shard.shape[1]), shard.dtype
+        with blocked_time(self.name, "all_gather_matmul", *sent, group) as blocked:
+            gathered, *outs = self.ops["all_gather_matmul"](*args)
         if not keep:
             gathered = shard if gather_output else None
         report = self._report(schedule, blocked)
@@ -262,9 +265,11 @@ class Kernel(ABC):
 
         Raises:
             MC2ConstraintError: the kernel cannot run this; nothing was communicated.
+            CollectiveFailedError: rows of another rank did not come.
         """
         schedule, args = self._prepare_scatter(terms, layout, group, chunks)
-        with blocked_time() as blocked:
+        sent = (layout.rows, terms[0][1].shape[1]), terms[0][1].dtype
+        with blocked_time(self.name, "matmul_reduce_scatter", *sent, group) as blocked:
             out = self.ops["matmul_reduce_scatter"](*args)
         report = self._report(schedule, blocked)
         return ScatteredMatmul(out, report)
@@ -286,7 +291,8 @@ class Kernel(ABC):
             out, report = self.matmul_reduce_scatter(terms, layout, group, chunks=chunks)
             return StartedScatter([out], lambda out: out, report)
         schedule, args = self._prepare_scatter(terms, layout, group, chunks)
-        with blocked_time() as blocked:
+        sent = (layout.rows, terms[0][1].shape[1]), terms[0][1].dtype
+        with blocked_time(self.name, "matmul_reduce_scatter", *sent, group) as blocked:
             buffers = self.start_op(*args)
         report = self._report(schedule, blocked)
         finish = functools.partial(self.finish_scatter, layout, schedule)

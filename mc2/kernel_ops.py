@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import register_flop_formula
 
+from pending_dtensor.errors import collective_failed
 from pending_dtensor.events import Interval, named_in_profile
+from pending_dtensor.pending import wait_quietly
 
 
 class BlockedTime(threading.local):
@@ -36,10 +38,30 @@ _blocked = BlockedTime()
 
 
 @contextmanager
-def blocked_time() -> Iterator[BlockedTime]:
-    """Notes launches and waits inside the block. Does not nest."""
+def blocked_time(
+    kernel: str, op: str, shape: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup
+) -> Iterator[BlockedTime]:
+    """Notes launches and waits inside the block. Does not nest.
+
+    Args:
+        kernel: name of the kernel that runs in the block.
+        op: the operation.
+        shape: of what is gathered, or reduced.
+        dtype: of that.
+        group: the ranks.
+
+    Raises:
+        CollectiveFailedError: a wait inside the block failed.
+    """
     _blocked.launched, _blocked.waits = None, ()
-    yield _blocked
+    try:
+        yield _blocked
+    except WaitFailedError as failed:
+        reason = failed.__cause__
+        assert reason is not None
+        raise collective_failed(
+            f"{kernel} {op}", shape, dtype, group.group_name, str(failed), reason
+        ) from reason
 
 
 def note_launch() -> None:
@@ -48,21 +70,49 @@ def note_launch() -> None:
         _blocked.launched = time.perf_counter()
 
 
-def wait(work: dist.Work) -> None:
-    """Waits for a collective and counts the time as exposed."""
+class WaitFailedError(RuntimeError):
+    """A wait inside a kernel's op failed; `blocked_time` knows what to call it."""
+
+
+def wait(work: dist.Work, owner: int) -> None:
+    """Waits for a message and counts the time as exposed.
+
+    Args:
+        work: receives it.
+        owner: rank in the group that it comes from, for the error message.
+
+    Raises:
+        WaitFailedError: it did not come; raised from what the process group says.
+    """
     began = time.perf_counter()
-    with named_in_profile("wait", "piece"):
-        work.wait()
+    try:
+        with named_in_profile("wait", "piece"):
+            work.wait()
+    except RuntimeError as error:
+        raise WaitFailedError(f"waited for rows of rank {owner} of the group") from error
     _blocked.waits += (Interval(began, time.perf_counter()),)
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """`wait` for what a functional collective returned."""
     began = time.perf_counter()
-    with named_in_profile("wait", "rows"):
-        tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+    try:
+        with named_in_profile("wait", "rows"):
+            tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+    except RuntimeError as error:
+        raise WaitFailedError("waited for rows of the other ranks") from error
     _blocked.waits += (Interval(began, time.perf_counter()),)
     return tensor
+
+
+@contextmanager
+def waiting_if_it_fails(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+    """If the block raises, waits for the ``buffers`` that collectives fill, as nobody else will."""
+    try:
+        yield
+    except BaseException:
+        wait_quietly(buffers)
+        raise
 
 
 def sum_of_matmuls(

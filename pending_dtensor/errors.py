@@ -1,5 +1,11 @@
 """Exceptions of pending_dtensor. Each derives from the built-in that says what went wrong."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pending_dtensor.torch_compat import describe_group
+
 
 class DeferredReadError(RuntimeError):
     """A deferred collective was read by an operation that no fused rule covers.
@@ -19,6 +25,40 @@ class ForkedPendingError(RuntimeError):
 
 class ProcessGroupGoneError(RuntimeError):
     """A collective was asked for on a process group that has been destroyed."""
+
+
+class CollectiveFailedError(RuntimeError):
+    """A collective that was started did not complete: a rank died, is stuck, or went another way.
+
+    Raised from what the process group said.
+    """
+
+
+def collective_failed(
+    what: str,
+    shape: Sequence[int] | None,
+    dtype: object,
+    group: str,
+    waited_for: str,
+    error: BaseException,
+) -> CollectiveFailedError:
+    """The error to raise from ``error``, which a wait gave. Nothing is communicated.
+
+    Args:
+        what: the collective or kernel.
+        shape: of the value on this rank, if known.
+        dtype: that was sent.
+        group: name of the process group.
+        waited_for: what had to arrive, or who wanted to read it.
+        error: what the process group said.
+    """
+    of_shape = "" if shape is None else f"{tuple(shape)} "
+    return CollectiveFailedError(
+        f"Expected the {what} of {of_shape}{str(dtype).removeprefix('torch.')} over "
+        f"{describe_group(group)} to complete, got {type(error).__name__}: {error} ({waited_for}). "
+        f"See on the other ranks which died, is stuck or went another way; if one is only late, "
+        f"give the group a longer timeout. Go on with new process groups."
+    )
 
 
 class FusedRuleConflictError(ValueError):

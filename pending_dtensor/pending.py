@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +26,7 @@ from pending_dtensor.errors import (
     DeferredReadError,
     ForkedPendingError,
     InFlightInputModifiedError,
+    collective_failed,
 )
 from pending_dtensor.events import OverlapEvent, computing, named_in_profile
 from pending_dtensor.torch_compat import below_autograd
@@ -99,9 +101,9 @@ class Pending:
 
     Fields: ``kind`` names the producer; ``_recipe`` is set while deferred; while in flight
     ``_buffer`` (of our own launch, with ``_more``, ``_source`` and ``_source_version``) or
-    ``_parent`` (of another's), and ``_finish``; ``_value`` when ready; ``_error`` once a wait has
-    failed, and then every read raises it again. ``_dependents`` are made from this value when they
-    are read.
+    ``_parent`` (of another's), and ``_finish``; ``_value`` when ready; ``_error`` once a wait or a
+    finish has failed, and then every read raises it again. ``_shape`` is for error messages.
+    ``_dependents`` are made from this value when they are read.
     """
 
     __slots__ = (
@@ -116,6 +118,7 @@ class Pending:
         "_more",
         "_parent",
         "_recipe",
+        "_shape",
         "_source",
         "_source_version",
         "_value",
@@ -130,6 +133,7 @@ class Pending:
         self.state = PendingState.READY
         self._recipe: Recipe | None = None
         self._parent: Readable | None = None
+        self._shape: Sequence[int] | None = None
         self._buffer: torch.Tensor | None = None
         self._more: tuple[torch.Tensor, ...] = ()
         self._finish: Finish | None = None
@@ -151,9 +155,10 @@ class Pending:
         return self
 
     @classmethod
-    def in_flight(cls, launch: Launch) -> Pending:
-        """A value that a launched collective is writing."""
+    def in_flight(cls, launch: Launch, shape: Sequence[int] | None = None) -> Pending:
+        """A value of ``shape`` that a launched collective is writing."""
         self = cls(launch.kind, launch.group)
+        self._shape = shape
         self._take_off(launch)
         return self
 
@@ -227,16 +232,16 @@ class Pending:
             DeferredReadError: a deferred collective was read; nothing is launched.
             InFlightInputModifiedError: its input was written to while in flight.
             ForkedPendingError: it was launched before this process was forked.
-            RuntimeError: the collective failed, as the process group tells it.
+            CollectiveFailedError: the collective failed; raised from what the process group says.
         """
         if self.state is PendingState.READY:
             assert self._value is not None
             return self._value
         with self._lock:
             if self._error is not None:
-                raise self._error
+                raise _again(self._error)
             if self.state is PendingState.IN_FLIGHT:
-                self._finish_wait()
+                self._finish_wait(consumer)
             elif self.state is PendingState.DEFERRED:
                 recipe = self._recipe
                 assert recipe is not None
@@ -252,25 +257,32 @@ class Pending:
             assert self._value is not None
             return self._value
 
-    def _finish_wait(self) -> None:
+    def _finish_wait(self, consumer: object) -> None:
+        filled = None
         try:
             # Collectives write below autograd, so nothing here may be recorded.
             with torch.no_grad(), self._mode_of_creation(), below_autograd():
-                filled = self._filled_buffers()
+                filled = self._filled_buffers(consumer)
                 if self._finish is None:
-                    self._value = filled[0]
+                    value = filled[0]
                 else:
                     with computing("finish"):
-                        self._value = self._finish(*filled)
-        except Exception as error:
-            self._error = error
+                        value = self._finish(*filled)
+        except BaseException as error:
+            # A wait that Ctrl-C ended can be taken up again. A finish may work in place, so it
+            # cannot be run twice.
+            if isinstance(error, Exception) or filled is not None:
+                self._land(error=_again(error))
             raise
-        finally:
-            if self._error is not None or self._value is not None:
-                self._buffer = self._parent = self._finish = self._source = None
-                self._more = ()
-                _in_flight.discard(self)
-        self.state = PendingState.READY
+        self._land(value)
+
+    def _land(self, value: torch.Tensor | None = None, error: Exception | None = None) -> None:
+        self._value, self._error = value, error
+        if error is None:
+            self.state = PendingState.READY
+        self._buffer = self._parent = self._finish = self._source = None
+        self._more = ()
+        _in_flight.discard(self)
 
     def _mode_of_creation(self) -> AbstractContextManager[Any]:
         """A first read in inference mode must not make a tensor that autograd refuses later."""
@@ -278,18 +290,22 @@ class Pending:
             return contextlib.nullcontext()
         return torch.inference_mode(self._inference)
 
-    def _filled_buffers(self) -> list[torch.Tensor]:
+    def _filled_buffers(self, consumer: object) -> list[torch.Tensor]:
         if self._parent is not None:
-            return [self._parent.materialize()]
+            return [self._parent.materialize(consumer)]
         event = self._event
         if event is not None:
             event.begin_wait()
+        buffers: list[torch.Tensor | None] = [self._buffer, *self._more]
         try:
             with named_in_profile("wait", self.kind):
-                buffers = [
-                    torch.ops._c10d_functional.wait_tensor(buffer)
-                    for buffer in (self._buffer, *self._more)
-                ]
+                filled = [torch.ops._c10d_functional.wait_tensor(buffer) for buffer in buffers]
+        except Exception as error:
+            wait_quietly(buffers)
+            dtype = self._buffer.dtype if self._buffer is not None else None
+            raise collective_failed(
+                self.kind, self._shape, dtype, self.group, f"waited for by {consumer}", error
+            ) from error
         finally:
             if event is not None:
                 event.end_wait()
@@ -299,7 +315,7 @@ class Pending:
                 f"in-place write to it (shape {tuple(self._source.shape)}, group {self.group!r}). "
                 f"Read the result first, or write to a copy."
             )
-        return buffers
+        return filled
 
     def release(self) -> None:
         """Waits for a launch whose value nobody wants, and frees its buffer. Never raises."""
@@ -311,16 +327,32 @@ class Pending:
         self._buffer = self._finish = self._source = None
         self._more = ()
         self._error = RuntimeError(f"this {self.kind} was released unread")
-        # A failed collective that nobody reads has no one to report to.
-        for buffer in buffers:
-            with contextlib.suppress(Exception):
-                torch.ops._c10d_functional.wait_tensor(buffer)
+        wait_quietly(buffers)
 
     def __del__(self) -> None:
         self.release()
 
 
 _in_flight: weakref.WeakSet[Pending] = weakref.WeakSet()
+
+
+def wait_quietly(buffers: Iterable[torch.Tensor | None]) -> None:
+    """Waits for what nobody is going to read: there is no one to report a failure to."""
+    for buffer in buffers:
+        with contextlib.suppress(Exception):
+            torch.ops._c10d_functional.wait_tensor(buffer)
+
+
+def _again(error: BaseException) -> Exception:
+    """An error to raise at a later read.
+
+    Not the same object: its traceback keeps the frames of the failed step, and so that step's other
+    values, for as long as this one.
+    """
+    if isinstance(error, Exception):
+        with contextlib.suppress(TypeError):  # of a class that cannot be made from its args
+            return copy.copy(error)
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def release_all() -> None:

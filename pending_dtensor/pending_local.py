@@ -145,7 +145,7 @@ class PendingLocal(AsyncCollectiveTensor):
         """
         buffer = launch.buffer
         return _wrap_contiguous(
-            cls, Pending.in_flight(launch), shape, dtype or buffer.dtype, buffer.device
+            cls, Pending.in_flight(launch, shape), shape, dtype or buffer.dtype, buffer.device
         )
 
     @classmethod

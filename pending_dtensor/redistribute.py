@@ -210,14 +210,14 @@ def _run_hop(
     if ranks == 1:
         return local
     if strided:
-        return _strided_hop(materialized(local, hop), hop, hop_mesh)
+        return _strided_hop(materialized(local, "redistribute"), hop, hop_mesh)
     axis = mesh_axis(hop_mesh, mesh_dim)
     # What is gathered counts in the sizes the planner tells; what is scattered, in those of the
     # local tensor, which an earlier hop may have made smaller.
     logical = hop.logical_shape
     if current.is_replicate():
         return _split_locally(local, target, hop_mesh, mesh_dim)
-    local = materialized(local, hop)
+    local = materialized(local, "redistribute")
 
     if current.is_shard():
         gather_sizes = chunk_sizes(logical[current.dim], ranks)

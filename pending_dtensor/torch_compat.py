@@ -43,6 +43,7 @@ __all__ = [
     "check_tensor_meta",
     "compute_global_tensor_info",
     "current_mesh",
+    "describe_group",
     "forbid_raw_access",
     "group_is_alive",
     "is_mask_partial",
@@ -117,6 +118,17 @@ def group_is_alive(group_name: str) -> bool:
     except (RuntimeError, ValueError):
         return False
     return torch.distributed.is_initialized()
+
+
+def describe_group(group_name: str) -> str:
+    """Name of a process group, what it was called when it was made, and its ranks, for errors."""
+    try:
+        group = resolve_group(group_name)
+        ranks = torch.distributed.get_process_group_ranks(group)
+    except (RuntimeError, ValueError, KeyError):
+        return f"group {group_name!r} (destroyed)"
+    called = f"{group.group_desc}, " if group.group_desc != "undefined" else ""
+    return f"group {group_name!r} ({called}ranks {', '.join(map(str, ranks))})"
 
 
 def plan_redistribution(source: DTensorSpec, target: DTensorSpec) -> list[TransformInfo]:

@@ -37,6 +37,7 @@ from mc2.kernel_ops import (
     sum_of_matmuls,
     wait,
     wait_tensor,
+    waiting_if_it_fails,
 )
 from mc2.row_collectives import gather_rows
 from mc2.row_layout import Piece, RowLayout
@@ -129,7 +130,7 @@ def _all_gather_matmul(
         use(layout.select_local(shard, rank, piece), rank, piece)
     for distance in distances:
         for step in in_flight.pop(0):
-            wait(step.work)
+            wait(step.work, step.owner)
             if step.piece is not None:
                 use(step.received, step.owner, step.piece)
         if distance + _PEERS_IN_FLIGHT < layout.ranks:
@@ -154,7 +155,8 @@ def _matmul_reduce_scatter(
 ) -> torch.Tensor:
     layout = RowLayout(outer, tuple(sizes), inner, rank)
     blocks = _start_blocks(xs, weights, layout, group, chunks, one_step)
-    return _sum_blocks([wait_tensor(block) for block in blocks], layout, chunks, one_step)
+    with waiting_if_it_fails(blocks):
+        return _sum_blocks([wait_tensor(block) for block in blocks], layout, chunks, one_step)
 
 
 def _block_shapes(
@@ -224,18 +226,19 @@ def _start_blocks(
         return sum_of_matmuls(terms)
 
     mine = layout.pieces(rank, chunks)
-    received = []
-    for distance in range(1, layout.ranks):
-        to, source = (rank - distance) % layout.ranks, (rank + distance) % layout.ranks
-        theirs = layout.pieces(to, chunks)
-        for index in range(_steps_between_peers(layout, chunks)):
-            sent = block(to, _at(theirs, index))
-            piece = _at(mine, index)
-            incoming, outgoing = [0] * layout.ranks, [0] * layout.ranks
-            incoming[source] = 0 if piece is None else piece.rows
-            outgoing[to] = sent.shape[0]
-            received.append(_start_all_to_all(sent, incoming, outgoing, group))
-    return [*(block(rank, piece) for piece in mine), *received]
+    received: list[torch.Tensor] = []
+    with waiting_if_it_fails(received):
+        for distance in range(1, layout.ranks):
+            to, source = (rank - distance) % layout.ranks, (rank + distance) % layout.ranks
+            theirs = layout.pieces(to, chunks)
+            for index in range(_steps_between_peers(layout, chunks)):
+                sent = block(to, _at(theirs, index))
+                piece = _at(mine, index)
+                incoming, outgoing = [0] * layout.ranks, [0] * layout.ranks
+                incoming[source] = 0 if piece is None else piece.rows
+                outgoing[to] = sent.shape[0]
+                received.append(_start_all_to_all(sent, incoming, outgoing, group))
+        return [*(block(rank, piece) for piece in mine), *received]
 
 
 def _sum_blocks(
