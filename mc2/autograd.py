@@ -68,7 +68,7 @@ class ColumnLinear(torch.autograd.Function):
         if needs_weight:
             if options.regather:
                 ctx.regather = _Regather.of(gathered)
-                saved_input = materialized(gathered.recipe.part)
+                saved_input = gathered.recipe.source("a linear that regathers")
             else:
                 saved_input = gathered.materialize()
         ctx.save_for_backward(saved_weight if needs_input else None, saved_input)
@@ -242,6 +242,6 @@ def _sum_of_rows(grad_out: torch.Tensor) -> torch.Tensor:
     if isinstance(grad_out, PendingLocal) and grad_out.state is PendingState.DEFERRED:
         recipe = grad_out.recipe
         assert isinstance(recipe, DeferredAllGather)
-        part = materialized(recipe.part).flatten(0, -2).sum(0)
+        part = recipe.source("grad_bias").flatten(0, -2).sum(0)
         return all_reduce(part, recipe.axis, "sum").materialize()
     return materialized(grad_out).flatten(0, -2).sum(0)

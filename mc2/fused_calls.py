@@ -35,6 +35,7 @@ def gather_matmul(
 
     Raises:
         MC2ConstraintError: the kernel cannot do it, or ``gathered`` is neither; nothing was sent.
+        InFlightInputModifiedError: the shard was written to since its gather was deferred.
     """
     recipe = gathered.recipe
     if not isinstance(recipe, DeferredAllGather) or gathered.is_view:
@@ -53,7 +54,7 @@ def gather_matmul(
         )
     axis = recipe.axis
     layout = RowLayout.from_shape(gathered.shape, recipe.dim, recipe.sizes, axis.rank)
-    part = materialized(recipe.part, "all_gather_matmul")
+    part = recipe.source("all_gather_matmul")
     check_consistent(
         f"{options.kernel} all_gather_matmul",
         axis.group,

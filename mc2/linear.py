@@ -22,12 +22,15 @@ from mc2.options import ColumnBackward, FusionOptions
 from mc2.row_layout import RowLayout
 from mc2.rules import all_gather_linear
 from mc2.shared_gather import deferred_gather, shared_deferred_gather
+from mc2.torch_compat import in_eager_mode
 from pending_dtensor.collectives import DeferredAllGather, chunk_sizes
 from pending_dtensor.hyper_dtensor import HyperDTensor, as_hyper, redistribute_deferred
 from pending_dtensor.linear import plan_linear
 from pending_dtensor.pending_local import PendingLocal
 
 Mode = Literal["all_gather", "reduce_scatter"]
+
+_call_in_eager_mode = in_eager_mode(nn.Linear.__call__)
 
 
 class _Configuration(NamedTuple):
@@ -61,6 +64,11 @@ class MC2Linear(nn.Linear):
     """
 
     _mc2: _Configuration | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Dynamo cannot trace a value that is deferred: layer and hooks stay out of the graph.
+        call = _call_in_eager_mode if torch.compiler.is_compiling() else nn.Linear.__call__
+        return call(self, *args, **kwargs)
 
     @classmethod
     def from_linear(cls, linear: nn.Module) -> MC2Linear:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+def in_eager_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, never traced by ``torch.compile``: it breaks the graph and runs as it is.
+
+    Other than ``torch.compiler.disable`` it imports Dynamo, which takes seconds, at the first call.
+    """
+    return torch._compile._disable_dynamo(function)
 
 
 def resolve_group(group_name: str) -> dist.ProcessGroup:

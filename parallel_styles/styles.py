@@ -261,6 +261,10 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         desired_layout: Placement | None,
     ) -> Any:
         if is_tracing():
+            if self.defer and desired_layout == Replicate():
+                # No graph can hold a deferred value. MC2 layers, which are left out of the graph,
+                # defer and share the gather of a tensor that is still sharded.
+                desired_layout = input_layout
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         if input_layout is None:
             return input

@@ -81,6 +81,17 @@ class HyperDTensor(DTensor):
         plain = DTensor(local, self._spec, requires_grad=self.requires_grad)
         return plain.__reduce_ex__(protocol)
 
+    def __coerce_same_metadata_as_tangent__(
+        self, flatten_spec: Any, expected_type: type | None = None
+    ) -> DTensor | None:
+        """The gradient of a compiled graph's output as it was traced: torch's own class as well."""
+        if expected_type not in (None, HyperDTensor, DTensor):
+            return None
+        same = super().__coerce_same_metadata_as_tangent__(flatten_spec)
+        if expected_type is not DTensor:
+            return same
+        return DTensor(materialized(same._local_tensor), same._spec, requires_grad=False)
+
     def data_ptr(self) -> int:
         """Zero: the data are the local tensor's. Torch's gives that tensor's offset."""
         return 0

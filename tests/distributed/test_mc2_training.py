@@ -29,7 +29,7 @@ if IN_RANK_PROCESS:
         parallelize_module,
     )
     from pending_dtensor import distribute_tensor, record_overlap
-    from pending_dtensor.errors import DeferredReadError
+    from pending_dtensor.errors import DeferredReadError, InFlightInputModifiedError
     from tests.common.mc2_models import (
         QKVO,
         calls,
@@ -352,6 +352,34 @@ def test_writes_to_what_backward_needs_are_noticed(ctx: RankContext, kernel: str
         out = forward(x.clone().requires_grad_())
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+@each_kernel
+@pytest.mark.parametrize("regather", [False, True])
+@on_ranks(2)
+def test_a_write_to_a_shard_whose_gather_was_deferred_is_noticed(
+    ctx: RankContext, kernel: str, regather: bool
+) -> None:
+    """Before the first reader nothing is sent; after it, only who gathers again cares."""
+    column = MC2ColwiseParallel(input_layouts=Shard(1), kernel=kernel, regather=regather)
+    model = deferring(ctx, column)
+    source = part(whole_numbers(*SHAPE), 1)
+
+    def before(m: Any, gathered: Any) -> Any:
+        source.mul_(2)
+        with nothing_launched(), pytest.raises(InFlightInputModifiedError, match="deferred"):
+            m.w1(gathered)
+
+    def between(m: Any, gathered: Any) -> Any:
+        first = m.w1(gathered)
+        source.mul_(2)
+        if not regather:
+            return equal({"": m.w1(gathered)}, {"": first})
+        with pytest.raises(InFlightInputModifiedError, match="regathers"):
+            m.w1(gathered)
+
+    for use in (before, between):
+        model(source, use)
 
 
 # --- what cannot be
