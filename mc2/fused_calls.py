@@ -17,7 +17,7 @@ from pending_dtensor.collectives import Axis, DeferredAllGather, chunk_sizes
 from pending_dtensor.consistency import check_consistent
 from pending_dtensor.events import computing, record_event
 from pending_dtensor.pending import Launch, PendingState
-from pending_dtensor.pending_local import PendingLocal, materialized
+from pending_dtensor.pending_local import PendingLocal
 
 
 def gather_matmul(

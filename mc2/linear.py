@@ -66,7 +66,8 @@ class MC2Linear(nn.Linear):
     _mc2: _Configuration | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Dynamo cannot trace a value that is deferred: layer and hooks stay out of the graph.
+        """Calls the layer and its hooks, outside of the graphs of ``torch.compile``."""
+        # Dynamo cannot trace a value that is deferred.
         call = _call_in_eager_mode if torch.compiler.is_compiling() else nn.Linear.__call__
         return call(self, *args, **kwargs)
 

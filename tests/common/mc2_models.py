@@ -147,7 +147,7 @@ def run(
     """
     source = part(x, seq).requires_grad_(input_grad)
     with record_overlap() as log:
-        out = (forward or model)(source if leaf else source * 1)
+        out = (model if forward is None else forward)(source if leaf else source * 1)
         if out.requires_grad:
             shape = list(out.shape)
             shape[seq] *= ctx.world_size

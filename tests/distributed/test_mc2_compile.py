@@ -43,8 +43,7 @@ def test_a_compiled_model_computes_and_launches_the_same(
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    compiled_model = torch.compile(model, backend=backend)
-    compiled = run(ctx, model, x, 1, forward=lambda x: compiled_model(x))
+    compiled = run(ctx, model, x, 1, forward=torch.compile(model, backend=backend))
     equal(compiled.values, expected.values)
     assert compiled.calls == expected.calls
     assert graphs, "nothing was compiled"
