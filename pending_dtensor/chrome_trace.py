@@ -1,11 +1,12 @@
 """Traces that Perfetto and chrome://tracing open, and from which recordings can be read back.
 
 The bars are in ``traceEvents``. ``pendingDtensor``, which viewers skip, holds the recordings as
-they are, one for each rank.
+they are, one for each rank. Traces of ``torch.profiler`` are read as well.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 
 from pending_dtensor.events import ComputeSpan, Interval, OverlapEvent, Recording
+from pending_dtensor.profile_trace import is_profile, profiled
 from pending_dtensor.timeline import Bar, RankTimeline, timelines
 
 _KEY = "pendingDtensor"
+_GZIP = b"\x1f\x8b"
 
 
 def write_trace(path: str | os.PathLike[str], recordings: Sequence[Recording]) -> Path:
@@ -85,20 +88,25 @@ def _as_json(recording: Recording) -> dict[str, Any]:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Recording]:
-    """The recordings in a trace that `write_trace` wrote.
+    """The recordings in a trace that `write_trace` or ``torch.profiler`` wrote, maybe gzipped.
 
     Raises:
         ValueError: it is something else.
     """
+    data = Path(path).read_bytes()
     try:
-        trace = json.loads(Path(path).read_text())
-        recordings = trace[_KEY]
-    except (ValueError, KeyError, TypeError):
+        trace = json.loads(gzip.decompress(data) if data.startswith(_GZIP) else data)
+    except ValueError:
+        trace = None
+    if is_profile(trace):
+        return [profiled(trace)]
+    if not isinstance(trace, dict) or _KEY not in trace:
         raise ValueError(
-            f"Expected a trace with {_KEY!r} in it, got {os.fspath(path)!r}. Write it with "
-            f"log.to_chrome_trace(path)."
-        ) from None
-    return [_from_json(recording) for recording in recordings]
+            f"Expected a trace with {_KEY!r} in it, or one of torch.profiler, got "
+            f"{os.fspath(path)!r}. Write it with log.to_chrome_trace(path) or "
+            f"profiler.export_chrome_trace(path)."
+        )
+    return [_from_json(recording) for recording in trace[_KEY]]
 
 
 def _from_json(recording: dict[str, Any]) -> Recording:

@@ -56,6 +56,7 @@ class OverlapEvent:
         launched: when a kernel that computes first sent something [s]; None: at ``started``.
         wait_began: when the first read began to wait [s]; None while nobody has read it.
         readable: when that wait ended [s]; None while nobody has read it.
+        finished: when the collective was over [s], if that is known: only a profiler sees it.
         exposed_s: seconds a reader was blocked. On an accelerator whose streams wait without the
             host this is host time only.
         waits: the stretches that make up ``exposed_s``.
@@ -77,6 +78,7 @@ class OverlapEvent:
     waits: list[Interval] = field(default_factory=list)
     device: str = "cpu"
     detail: str = ""
+    finished: float | None = None
 
     def begin_wait(self) -> None:
         """Marks the first read."""

@@ -1,11 +1,12 @@
 """How long each collective was in flight, as far as the host can know.
 
 [Note: finished unseen]
-Nothing tells the host when a collective finishes, except a wait for it that ends. One that is done
-before it is read has finished at some time between its launch and its read, and to count all of
-that as communication would make anything look hidden. So it is taken to have run at the rate of
-those that were waited for, and to have been done by its read in any case. If nothing was
-waited for there is no rate; then hardly anything is exposed, and the fraction is near 1 either way.
+Nothing tells the host when a collective finishes, except a wait for it that ends, or a profiler.
+Without one, what is done before it is read has finished at some time between its launch and its
+read, and to count all of that as communication would make anything look hidden. So it is taken to
+have run at the rate of those that were waited for, and to have been done by its read in any case.
+If nothing was waited for there is no rate; then hardly anything is exposed, and the fraction is
+near 1 either way.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ def in_flight(events: Sequence[OverlapEvent]) -> dict[OverlapEvent, Interval]:
     at_most = {event: event.in_flight_at_most for event in events}
     known = {event: interval for event, interval in at_most.items() if interval is not None}
     rate = _seconds_per_byte({event: known[event] for event in known if saw_the_end(event)})
+
+    def ended(event: OverlapEvent, interval: Interval) -> float:
+        if event.finished is not None:
+            return event.finished
+        if rate is None or saw_the_end(event):
+            return interval.ended
+        return min(interval.ended, interval.began + rate * _traffic_bytes(event))
+
     return {
-        event: interval
-        if rate is None or saw_the_end(event)
-        else Interval(
-            interval.began, min(interval.ended, interval.began + rate * _traffic_bytes(event))
-        )
-        for event, interval in known.items()
+        event: Interval(interval.began, ended(event, interval)) for event, interval in known.items()
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pending_dtensor.chrome_trace import write_trace
+from pending_dtensor.chrome_trace import read_trace, write_trace
 from pending_dtensor.errors import NotFusedError
 from pending_dtensor.events import Recording, close_recording, open_recording
 from pending_dtensor.overlap_summary import event_table, kind_table, summarize, unfused_lines
@@ -23,6 +23,26 @@ from pending_dtensor.timeline_png import write_png
 @dataclass(eq=False)
 class OverlapLog(Recording):
     """The events of one `record_overlap` block, in order of launch, and what was computed."""
+
+    @classmethod
+    def from_trace(cls, path: str | os.PathLike[str]) -> OverlapLog:
+        """The log of one rank, from a file of `to_chrome_trace` or of ``torch.profiler``.
+
+        A profile, exported on the rank with ``profiler.export_chrome_trace(path)``, tells when each
+        collective was over, which a log can only estimate, and sees collectives of other libraries
+        as well. It does not tell their sizes, and counts each message of a pipelined kernel.
+
+        Raises:
+            ValueError: the file is something else, or of several ranks.
+        """
+        recordings = read_trace(path)
+        if len(recordings) != 1:
+            raise ValueError(
+                f"Expected a trace of one rank, got {len(recordings)} in {os.fspath(path)!r} "
+                f"(from_trace). Join and draw those of several ranks with "
+                f"python -m pending_dtensor.report."
+            )
+        return cls(**vars(recordings[0]))
 
     def summary(self) -> dict[str, Any]:
         """Totals over the log.

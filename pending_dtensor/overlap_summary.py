@@ -36,7 +36,9 @@ def _times(
     exposed_s = math.fsum(event.exposed_s for event in collectives)
     waits = [wait for event in collectives for wait in event.waits]
     communication_s = total(union([*(flights[e] for e in collectives if e in flights), *waits]))
-    seen = communication_s > 0 and all(event.device == "cpu" for event in collectives)
+    seen = communication_s > 0 and all(
+        event.device == "cpu" or event.finished is not None for event in collectives
+    )
     return {
         "exposed_s": exposed_s,
         "communication_s": communication_s,
@@ -121,7 +123,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.2f}"
+    return f"{size_bytes / 2**20:.2f}" if size_bytes else "-"
 
 
 def _aligned(rows: Iterable[Sequence[str]], left: int) -> str:

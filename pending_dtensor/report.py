@@ -21,7 +21,7 @@ def write_report(
     png: str | Path | None = None,
     trace: str | Path | None = None,
 ) -> str:
-    """Joins traces that ``log.to_chrome_trace`` wrote, one or more ranks each.
+    """Joins traces of ``log.to_chrome_trace`` or of ``torch.profiler``, one or more ranks each.
 
     Args:
         traces: paths to read.
@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m pending_dtensor.report",
         description="Joins the overlap traces of ranks, prints the totals and writes a page.",
     )
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help="of log.to_chrome_trace(path)")
+    parser.add_argument(
+        "traces", nargs="+", metavar="TRACE", help="of log.to_chrome_trace, or torch.profiler"
+    )
     parser.add_argument("--html", default="overlap.html", help="the page (%(default)s)")
     parser.add_argument("--png", help="an image too; needs matplotlib")
     parser.add_argument("--trace", help="the joined trace, for Perfetto")

@@ -27,6 +27,11 @@ class Bar(NamedTuple):
     detail: str = ""
     event: OverlapEvent | None = None
 
+    def name_within(self, letters: float) -> str:
+        """The name, or what is left of it where there is room for so many letters."""
+        names = (self.name, self.name.rpartition(" ")[2], "")
+        return next(name for name in names if len(name) < letters or not name)
+
 
 @dataclass(frozen=True)
 class RankTimeline:
@@ -35,7 +40,8 @@ class RankTimeline:
     Attributes:
         rank: the rank.
         communication: lanes of collectives in flight; as many as were in flight at once.
-        unseen: from there on, until they were read, collectives that nobody saw finish.
+        until_read: the same, each until somebody had read it.
+        unseen: from the end of `communication` until then, those that nobody saw finish.
         waits: where a reader was blocked.
         compute: matmuls and fused kernels, cut where they were blocked.
         unread: collectives that nobody read: it is not known how long they took.
@@ -45,6 +51,7 @@ class RankTimeline:
 
     rank: int
     communication: list[list[Bar]]
+    until_read: list[list[Bar]]
     unseen: list[Bar]
     waits: list[Bar]
     compute: list[Bar]
@@ -73,9 +80,11 @@ class RankTimeline:
             else f"{percent(hidden)} hidden",
             f"{numbers['communication_s'] * 1e3:.1f} ms in flight",
             f"{numbers['exposed_s'] * 1e3:.1f} ms exposed",
+            f"{self.ended * 1e3:.1f} ms in all",
             f"{numbers['collectives']} collectives, {numbers['fused']} fused",
-            f"{numbers['bytes'] / 2**20:.1f} MiB",
         ]
+        if numbers["bytes"]:
+            lines.append(f"{numbers['bytes'] / 2**20:.1f} MiB")
         lines += [f"{numbers[what]} {what}" for what in ("unread", "fallbacks") if numbers[what]]
         return lines
 
@@ -108,6 +117,7 @@ def _timeline(recording: Recording, shift: float) -> RankTimeline:
     return RankTimeline(
         recording.rank,
         [[in_flight_bars[bar.event] for bar in lane if bar.event] for lane in lanes],
+        lanes,
         [
             bar(Interval(flight.ended, until_read[event].ended), "finished unseen", event)
             for event, flight in flights.items()

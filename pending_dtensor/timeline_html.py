@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -20,9 +21,10 @@ from pending_dtensor.timeline import (
 )
 
 _LEFT, _PLOT, _RIGHT = 120, 900, 230  # widths in px: lane names, bars, totals
-_LANE, _BAR, _AXIS = 26, 20, 24  # heights in px
-_TICKS = 6
-_PX_PER_LETTER = 6.5
+_LANE, _BAR, _AXIS = 32, 26, 24  # heights in px
+_MOST_TICKS = 10
+_PX_PER_LETTER = 7.2
+_UP = 12  # from a lane's end to the foot of its letters, in px
 
 _STYLE = f"""
 body {{ font: 14px system-ui, sans-serif; margin: 2em; color: #222; background: #fff }}
@@ -31,7 +33,7 @@ pre {{ font-size: 12px; overflow-x: auto }}
 .communication {{ fill: {COMMUNICATION_COLOR} }}
 .unseen {{ fill: {UNSEEN_COLOR} }}
 .exposed {{ fill: {EXPOSED_COLOR} }}
-.compute {{ fill: {COMPUTE_COLOR} }}
+.compute {{ fill: {COMPUTE_COLOR}; stroke: #fff }}
 .unread {{ fill: none; stroke: {COMMUNICATION_COLOR} }}
 .fallback {{ fill: #000 }}
 .grid {{ stroke: #e4e4e4 }}
@@ -70,6 +72,12 @@ def write_html(path: str | os.PathLike[str], recordings: Sequence[Recording]) ->
     return path
 
 
+def _between_ticks(span_s: float) -> float:
+    """A round time, so that at most so many fit in."""
+    unit = 10.0 ** math.floor(math.log10(span_s / _MOST_TICKS))
+    return next(unit * size for size in (1, 2, 5, 10) if unit * size * _MOST_TICKS >= span_s)
+
+
 def _picture(timeline: RankTimeline, span_s: float) -> str:
     """One rank: communication above compute, a time axis below, totals to the right."""
     px_per_s = _PLOT / span_s
@@ -86,29 +94,31 @@ def _picture(timeline: RankTimeline, span_s: float) -> str:
                 f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{max(width, 0.7):.2f}" '
                 f'height="{_BAR}"><title>{escape(label)}\n{escape(bar.detail)}</title></rect>'
             )
-            if kind in ("communication", "compute") and width > _PX_PER_LETTER * len(bar.name):
-                yield (
-                    f'<text x="{x + 3:.2f}" y="{y + _BAR - 6}" pointer-events="none">'
-                    f"{escape(bar.name)}</text>"
-                )
 
     parts = [
         f'<text x="0" y="16" font-weight="600">rank {timeline.rank}</text>',
-        f'<text x="{_LEFT - 8}" y="{_LANE - 9}" text-anchor="end">in flight</text>',
-        f'<text x="{_LEFT - 8}" y="{bottom - 9}" text-anchor="end">compute</text>',
+        f'<text x="{_LEFT - 8}" y="{_LANE - _UP}" text-anchor="end">in flight</text>',
+        f'<text x="{_LEFT - 8}" y="{bottom - _UP}" text-anchor="end">compute</text>',
     ]
-    for tick in range(_TICKS + 1):
-        x = _LEFT + _PLOT * tick / _TICKS
+    step_s = _between_ticks(span_s)
+    for tick in range(int(span_s / step_s) + 1):
+        x = _LEFT + tick * step_s * px_per_s
         parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}"/>')
-        time = f"{span_s * 1e3 * tick / _TICKS:.4g} ms"
+        time = f"{tick * step_s * 1e3:g} ms"
         parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{time}</text>')
     for lane, bars in enumerate(timeline.communication):
         parts += rects(bars, lane, "communication")
     for lane, bar in timeline.in_communication_lanes(timeline.unseen):
         parts += rects([bar], lane, "unseen")
-    for lane, bar in timeline.in_communication_lanes(timeline.waits):
-        parts += rects([bar], lane, "exposed")
     parts += rects(timeline.compute, lanes, "compute")
+    for lane, bar in timeline.in_communication_lanes(timeline.waits):
+        for row in (lane, lanes):
+            parts += rects([bar], row, "exposed")
+    for lane, bars in enumerate([*timeline.until_read, timeline.compute]):
+        for bar in bars:
+            name = bar.name_within((bar.ended - bar.began) * px_per_s / _PX_PER_LETTER)
+            x, y = _LEFT + bar.began * px_per_s + 3, (lane + 1) * _LANE - _UP
+            parts.append(f'<text x="{x:.2f}" y="{y}" pointer-events="none">{escape(name)}</text>')
     parts += rects(timeline.unread, 0, "unread")
     parts += rects(timeline.fallbacks, lanes, "fallback")
     for line, text in enumerate(timeline.totals()):

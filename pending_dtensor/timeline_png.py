@@ -21,7 +21,7 @@ from pending_dtensor.timeline import (
 _INCHES_WIDE, _INCHES_PER_LANE = 12.0, 0.34
 _DPI = 130
 _PLOT_WIDTH = 0.74  # of the figure; totals take the rest
-_LETTERS_ACROSS = 130  # of a label's size, side by side over the plot
+_LETTERS_ACROSS = 145  # of a label's size, side by side over the plot
 _BAR_HEIGHT = 0.78
 
 
@@ -76,10 +76,12 @@ def _draw(axis: Any, rank: RankTimeline, span_ms: float) -> None:
         _draw_bars(axis, bars, lane, COMMUNICATION_COLOR, span_ms)
     _draw_bars(axis, rank.compute, lanes, COMPUTE_COLOR, span_ms)
     for lane, bar in rank.in_communication_lanes(rank.unseen):
-        _draw_bars(axis, [bar._replace(name="")], lane, UNSEEN_COLOR, span_ms)
+        _draw_bars(axis, [bar], lane, UNSEEN_COLOR, span_ms)
     for lane, wait in rank.in_communication_lanes(rank.waits):
         for row in (lane, lanes):
-            _draw_bars(axis, [wait._replace(name="")], row, EXPOSED_COLOR, span_ms)
+            _draw_bars(axis, [wait], row, EXPOSED_COLOR, span_ms)
+    for lane, bars in enumerate([*rank.until_read, rank.compute]):
+        _name_bars(axis, bars, lane, span_ms)
     for marks, lane, color in (
         (rank.unread, 0, COMMUNICATION_COLOR),
         (rank.fallbacks, lanes, "black"),
@@ -108,7 +110,7 @@ def _draw(axis: Any, rank: RankTimeline, span_ms: float) -> None:
 
 
 def _draw_bars(axis: Any, bars: Sequence[Bar], lane: int, color: str, span_ms: float) -> None:
-    """Bars in one lane, named where there is room."""
+    """Bars in one lane."""
     if not bars:
         return
     # A bar is never thinner than a line, else short waits could not be seen.
@@ -117,6 +119,11 @@ def _draw_bars(axis: Any, bars: Sequence[Bar], lane: int, color: str, span_ms: f
     edge = 0.5 if color == COMPUTE_COLOR else 0
     place = (lane - _BAR_HEIGHT / 2, _BAR_HEIGHT)
     axis.broken_barh(times, place, facecolors=color, edgecolors="white", linewidth=edge)
-    for bar, (began, width) in zip(bars, times, strict=True):
-        if bar.name and width / span_ms * _LETTERS_ACROSS > len(bar.name):
-            axis.text(began + span_ms / 300, lane, bar.name, va="center", fontsize=8, clip_on=True)
+
+
+def _name_bars(axis: Any, bars: Sequence[Bar], lane: int, span_ms: float) -> None:
+    """The bars' names, where there is room."""
+    for bar in bars:
+        name = bar.name_within((bar.ended - bar.began) * 1e3 / span_ms * _LETTERS_ACROSS)
+        x = bar.began * 1e3 + span_ms / 300
+        axis.text(x, lane, name, va="center", fontsize=8, clip_on=True)

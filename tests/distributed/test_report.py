@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ if IN_RANK_PROCESS:
     from mc2.deferred_matmul import DeferredMatmul, Term, defer_matmul
     from mc2.options import FusionOptions
     from parallel_styles import ColwiseParallel, RowwiseParallel, parallelize_module
-    from pending_dtensor import HyperDTensor, NotFusedError, record_overlap
+    from pending_dtensor import HyperDTensor, NotFusedError, OverlapLog, record_overlap
     from pending_dtensor import events as events_module
     from pending_dtensor.chrome_trace import read_trace
     from pending_dtensor.collectives import all_reduce, mesh_axis
@@ -158,19 +161,47 @@ def test_profiler_shows_launches_waits_and_kernels_by_name(ctx: RankContext) -> 
     } <= names
 
 
-@on_ranks(2)
-def test_profiler_and_log_agree_on_what_was_exposed(ctx: RankContext) -> None:
-    axis = mesh_axis(ctx.mesh(), 0)
+@contextmanager
+def logged_and_profiled() -> Iterator[list[OverlapLog]]:
+    """Gives, after the block, what the log says of it and what the profiler says."""
+    logs: list[OverlapLog] = []
     with record_overlap() as log, profile(activities=[ProfilerActivity.CPU]) as profiler:
-        ahead(ctx, lambda: all_reduce(torch.ones(4), axis, "sum")).sum()
-    waits = [
-        event for event in profiler.events() if event.name == "pending_dtensor::wait all_reduce"
-    ]
-    (wait,) = waits
-    if ctx.rank == 0:  # it waited for the others
-        profiled_s = wait.time_range.elapsed_us() / 1e6
-        assert profiled_s > READ_HEAD_START_S / 2
-        assert log.summary()["exposed_s"] == pytest.approx(profiled_s, rel=0.1)
+        yield logs
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        logs += [log, OverlapLog.from_trace(path)]
+
+
+@on_ranks(2)
+def test_profiler_and_log_agree_on_what_was_hidden(ctx: RankContext) -> None:
+    """The other rank is late, and half of that time something else is done."""
+    axis = mesh_axis(ctx.mesh(), 0)
+    with logged_and_profiled() as logs:
+        for kind in "sum", "max":
+            value = ahead(ctx, lambda: all_reduce(torch.ones(4), axis, kind))  # noqa: B023
+            if ctx.rank == 0:
+                time.sleep(READ_HEAD_START_S / 2)
+            value.sum()
+    log, seen = (log.summary() for log in logs)
+    assert (log["collectives"], seen["collectives"]) == (2, 2)
+    if ctx.rank == 0:
+        assert seen["communication_s"] > READ_HEAD_START_S
+        assert seen["exposed_s"] == pytest.approx(log["exposed_s"], rel=0.1)
+        assert 0.05 < seen["hidden_fraction"] < 0.95
+        assert seen["hidden_fraction"] == pytest.approx(log["hidden_fraction"], abs=0.1)
+
+
+@pytest.mark.parametrize("kernel", ["decomposed", "pipelined"])
+@on_ranks(2)
+def test_profiler_and_log_agree_on_what_was_fused(ctx: RankContext, kernel: str) -> None:
+    model = fused(ctx, make(MLP), SEQ, kernel)
+    with logged_and_profiled() as logs:
+        step(ctx, model)
+    for log in logs:
+        kinds = Counter((event.kind, event.kernel) for event in log.events)
+        assert kinds == {("all_gather", kernel): 2, ("reduce_scatter", kernel): 2}
+        assert log.rank == ctx.rank
 
 
 # --- assert_fused

@@ -261,10 +261,15 @@ def test_page_shows_each_rank_and_loads_nothing(tmp_path: Path) -> None:
         bars: dict[str, list[float]] = {}
         for rect in picture.iter("rect"):
             bars.setdefault(rect.attrib["class"], []).append(float(rect.attrib["y"]))
-        assert [len(bars[kind]) for kind in ("communication", "unseen", "exposed")] == [3, 1, 3]
+        assert [len(bars[kind]) for kind in ("communication", "unseen")] == [3, 1]
         assert max(bars["communication"]) < min(bars["compute"])
+        # Each wait over what was waited for, and over what could have been computed.
+        assert sorted(bars["exposed"]) == sorted(
+            [*bars["communication"], *[bars["compute"][0]] * 3]
+        )
         texts = [text.text for text in picture.iter("text")]
         assert {"72% hidden", "6.0 ms exposed", "1 unread", "1 fallbacks"} <= set(texts)
+        assert {"0 ms", "5 ms", "40 ms"} <= set(texts)
     assert page.count("aten.sort has no sharding rule") >= 2
 
 
@@ -290,6 +295,17 @@ def test_image_marks_what_was_exposed(tmp_path: Path) -> None:
     key_alone, in_half, in_all = map(_red_fraction, (hidden, half, exposed))
     assert in_all > in_half > 10 * key_alone
     assert in_all == pytest.approx(2 * in_half, rel=0.1)
+
+
+def test_a_bar_is_named_by_what_it_has_room_for() -> None:
+    bar = Bar(0, 1, "pipelined all_gather")
+    assert [bar.name_within(letters) for letters in (21, 20, 11, 10, 0)] == [
+        "pipelined all_gather",
+        "all_gather",
+        "all_gather",
+        "",
+        "",
+    ]
 
 
 def test_nothing_can_be_drawn_too(tmp_path: Path) -> None:
