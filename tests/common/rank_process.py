@@ -146,18 +146,26 @@ def _run(message: bytes, context: RankContext, config: RankConfig) -> RankOutcom
 def _import(name: str) -> types.ModuleType:
     if name not in sys.modules:
         importlib.import_module(name)
-        # What imports made lives for ever. Frozen, it costs nothing in the collection after each
-        # test, which takes a fifth of a second otherwise.
-        gc.collect()
-        gc.freeze()
+        _collect_and_freeze()
     return sys.modules[name]
+
+
+def _collect_and_freeze() -> None:
+    """Collects garbage; what is left is looked at by no later collection.
+
+    It was made by imports, most of which torch does late, or kept on purpose, and lives on. The
+    collection after each test takes a fifth of a second otherwise, and more than most examples of a
+    property.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _check_left_behind(task: Task) -> int:
     """Raises for what a body left behind; returns the number of collectives nobody waited for."""
     from torch._C._distributed_c10d import _get_work_registry_size
 
-    gc.collect()
+    _collect_and_freeze()
     if _unraisable:
         raise AssertionError("Expected no ignored exception, got:\n" + "\n".join(_unraisable))
     unwaited: int = _get_work_registry_size()
