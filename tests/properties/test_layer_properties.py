@@ -42,7 +42,6 @@ if IN_RANK_PROCESS:
     from tests.common.sharded_models import (
         equal,
         full,
-        gradients,
         whole_numbers,
         with_whole_numbers,
     )
@@ -245,13 +244,13 @@ def unit_of(name: str) -> int:
 
 
 def step(model: Any, leaf: Any, grad: Any) -> dict[str, Any]:
-    """One step of training; output and gradients by name, whole where they say what they are."""
+    """One step of training; output and gradients by name, copied before anything changes them."""
     leaf.grad = None
     out = model(leaf if model.case.leaf else leaf * 1)
     if out.requires_grad:
         out.backward(grad)
-    found = {"out": out, "x": leaf.grad, **gradients(model)}
-    found = {name: None if value is None else full(value).clone() for name, value in found.items()}
+    found = {"out": out, "x": leaf.grad, **{n: p.grad for n, p in model.named_parameters()}}
+    found = {name: None if t is None else t.detach().clone() for name, t in found.items()}
     trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
     if trained:
         groups = [{"params": [p], "lr": float(unit_of(name))} for name, p in trained.items()]
@@ -280,6 +279,26 @@ def expect(case: Case) -> list[dict[str, Any]]:
     return [step(model, value.requires_grad_(case.input_grad), grad) for value in values]
 
 
+def equal_on_this_rank(
+    ctx: RankContext, got: dict[str, Any], expected: dict[str, Any], layouts: dict[str, Layout]
+) -> None:
+    """Asserts that local tensors, and those of DTensors, are their part of what is expected."""
+    parts: dict[str, Any] = {}
+    for name, found in got.items():
+        if found is None or expected[name] is None:
+            parts[name] = expected[name]
+            continue
+        layout = layouts.get(name)
+        if isinstance(found, DTensor):
+            (placed,) = found.placements
+            if placed.is_partial():
+                got[name], layout = found.full_tensor(), None
+            else:
+                got[name], layout = full(found.to_local()), getattr(placed, "dim", None)
+        parts[name] = shard(ctx, expected[name], layout)
+    equal(got, parts)
+
+
 def check_runs(ctx: RankContext, case: Case) -> None:
     """A case gives on the ranks what it gives on one device."""
     (first, second), grad = inputs_of(case)
@@ -301,11 +320,7 @@ def check_runs(ctx: RankContext, case: Case) -> None:
             elif number == 1:
                 leaf = source_of(ctx, case, second)
             got = step(model, leaf, grad)
-            if last.out_local:
-                expected["out"] = shard(ctx, expected["out"], last.out)
-            if case.kind == "local" and expected["x"] is not None:
-                expected["x"] = shard(ctx, expected["x"], case.source)
-            equal(got, expected)
+            equal_on_this_rank(ctx, got, expected, {"out": last.out, "x": case.source})
     if not any(block.told for block in case.blocks):
         assert log.fallbacks == []
     everyones: list[Any] = [None] * ctx.world_size
