@@ -7,8 +7,8 @@ whole bias (N,). X is the input, Y the output, d the gradient; seq(.) a sequence
              d seq(X) = scatter(sum over ranks of dY @ W)          matmul_reduce_scatter
              dW = dY.T @ X,  db = sum of dY over the rows          local, X as gathered in forward
     row      seq(Y) = scatter(sum over ranks of X @ W.T) + b       matmul_reduce_scatter
-             dX = gather(seq(dY)) @ W                              all_gather_matmul
-             dW = dY.T @ X,  db = sum of dY over the rows          local, dY as gathered for dX
+             dX = gather(seq(dY)) @ W,  dW = dY.T @ X              all_gather_matmul
+             db = sum of dY over the rows                          local, dY as gathered for dX
 
 The gathers and reductions are not made here: they come and go as deferred values, and the
 redistributions before a column and after a row carry them, forward and backward.
@@ -57,7 +57,7 @@ class ColumnLinear(torch.autograd.Function):
         ctx.plan, ctx.options = plan, options
         ctx.late = weight is not saved_weight
         gathered = input._local_tensor
-        out = gather_matmul(gathered, materialized(weight._local_tensor).t(), options)
+        out, _ = gather_matmul(gathered, materialized(weight._local_tensor).t(), options)
         if bias is not None:
             out += materialized(bias._local_tensor)
         needs_input, needs_weight, *_ = ctx.needs_input_grad
@@ -159,10 +159,11 @@ class RowLinear(torch.autograd.Function):
         grad_out = _grad_out(grad, plan, ctx.group)
         is_gather = isinstance(grad_out, PendingLocal)
         grad_input = grad_weight = grad_bias = None
+        product = None
         if needs_input:
             weight_ = materialized(weight._local_tensor)
             if is_gather:
-                local = gather_matmul(grad_out, weight_, ctx.options)
+                local, product = gather_matmul(grad_out, weight_, ctx.options, x)
             else:
                 with computing("grad_input"):
                     local = grad_out.matmul(weight_)
@@ -170,10 +171,11 @@ class RowLinear(torch.autograd.Function):
         elif needs_weight and is_gather:
             grad_out.start()  # there is no matmul to fuse the gather with
         if needs_weight:
-            with computing("grad_weight"):
-                rows = materialized(grad_out).flatten(0, -2)
-                local = rows.t().mm(x.flatten(0, -2))
-            grad_weight = DTensor(local, plan.grad_weight, requires_grad=False)
+            if product is None:
+                with computing("grad_weight"):
+                    rows = materialized(grad_out).flatten(0, -2)
+                    product = rows.t().mm(x.flatten(0, -2))
+            grad_weight = DTensor(product, plan.grad_weight, requires_grad=False)
         if needs_bias:
             grad_bias = DTensor(_sum_of_rows(grad_out), plan.grad_bias, requires_grad=False)
         return grad_input, grad_weight, grad_bias, None, None, None

@@ -21,17 +21,22 @@ from pending_dtensor.pending_local import PendingLocal
 
 
 def gather_matmul(
-    gathered: PendingLocal, weight_t: torch.Tensor, options: FusionOptions
-) -> torch.Tensor:
+    gathered: PendingLocal,
+    weight_t: torch.Tensor,
+    options: FusionOptions,
+    product_with: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Out = gathered @ weight_t, gathering in the same kernel if nobody has yet.
 
     Args:
         gathered: (*, K) a deferred gather, or one that a fused kernel has completed.
         weight_t: (K, N).
         options: the kernel to use.
+        product_with: (*, F) for ``product = gathered.T @ product_with``, made in the same kernel.
 
     Returns:
-        (*, N). ``gathered`` is complete afterwards, so that a sibling only multiplies.
+        out (*, N), and product (K, F) or None. ``gathered`` is complete afterwards, so that a
+        sibling only multiplies.
 
     Raises:
         MC2ConstraintError: the kernel cannot do it, or ``gathered`` is neither; nothing was sent.
@@ -44,9 +49,12 @@ def gather_matmul(
             f"Redistribute for it with defer=True, or hand it the sequence shard."
         )
     lead = tuple(gathered.shape[:-1])
+    x = None if product_with is None else product_with.flatten(0, -2)
     if gathered.state is PendingState.READY:
+        whole = gathered.materialize()
         with computing("matmul"):
-            return gathered.materialize() @ weight_t
+            product = None if x is None else whole.flatten(0, -2).t().mm(x)
+            return whole @ weight_t, product
     if gathered.state is not PendingState.DEFERRED:
         raise MC2ConstraintError(
             f"Expected a gather that was not started, got {gathered!r}: it runs unfused already. "
@@ -77,6 +85,7 @@ def gather_matmul(
             [weight_t],
             layout,
             resolve_group(axis.group),
+            product_with=x,
             chunks=options.chunks,
         )
     if event is not None:
@@ -84,7 +93,7 @@ def gather_matmul(
         event.ran_in_kernel(report.launched, report.waits, str(report), readable=True)
     assert result.gathered is not None
     gathered.complete(result.gathered.view(gathered.shape))
-    return result.outs[0].view(*lead, weight_t.shape[1])
+    return result.outs[0].view(*lead, weight_t.shape[1]), result.product
 
 
 def linear_reduce_scatter(

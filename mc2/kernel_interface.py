@@ -63,6 +63,7 @@ class GatheredMatmul(NamedTuple):
     outs: list[torch.Tensor]
     gathered: torch.Tensor | None
     report: KernelReport
+    product: torch.Tensor | None = None
 
 
 class ScatteredMatmul(NamedTuple):
@@ -178,6 +179,7 @@ class Kernel(ABC):
         group: dist.ProcessGroup,
         *,
         gather_output: bool = True,
+        product_with: torch.Tensor | None = None,
         chunks: Chunks = "auto",
     ) -> GatheredMatmul:
         """Gathers rows and multiplies them by one or more weights (see the note on autograd).
@@ -186,9 +188,11 @@ class Kernel(ABC):
 
             gathered = all_gather(shard)  # in global row order
             outs = [gathered @ weight for weight in weights]
+            product = gathered.T @ product_with
 
         Shapes:
-            shard ``(m_r, K)``, weights ``(K, N_i)``; outs ``(M, N_i)``, gathered ``(M, K)``.
+            shard ``(m_r, K)``, weights ``(K, N_i)``, product_with ``(M, F)``; outs ``(M, N_i)``,
+            gathered ``(M, K)``, product ``(K, F)``.
 
         Args:
             shard: this rank's rows, in local order (outer, sequence, inner).
@@ -196,11 +200,14 @@ class Kernel(ABC):
             layout: the rows.
             group: the ranks, in the order of ``layout.sizes``.
             gather_output: whether the gathered tensor is wanted.
+            product_with: local rows for one more product: in the backward of a row, where shard is
+                that of grad_out, the input; the product is grad_weight. A kernel with a
+                `product_op` makes it while rows arrive, any other after its op.
             chunks: pieces for each rank's rows, of kernels that cut.
 
         Returns:
-            outs and gathered in global row order, and a report. ``gathered`` is None if it was not
-            asked for. It is ``shard`` itself on one rank.
+            outs and gathered in global row order, a report, and the product if asked for.
+            ``gathered`` is None if it was not. It is ``shard`` itself on one rank.
 
         Raises:
             MC2ConstraintError: the kernel cannot run this; nothing was communicated.
@@ -215,8 +222,10 @@ class Kernel(ABC):
             chunks=chunks,
         )
         operands = [(shard, layout.local_rows, weight) for weight in weights]
-        self._require("all_gather_matmul", facts, operands)
-        keep = gather_output and layout.ranks > 1
+        self._require("all_gather_matmul", facts, operands, product_with)
+        product_op = None if product_with is None else self.product_op
+        product_later = product_with is not None and product_op is None
+        keep = (gather_output or product_later) and layout.ranks > 1
         schedule = self.schedule(layout, shard, chunks)
         args = (
             shard.contiguous(),
@@ -230,12 +239,18 @@ class Kernel(ABC):
             *schedule.extra_args,
         )
         sent = (layout.rows, shard.shape[1]), shard.dtype
+        product = None
         with blocked_time(self.name, "all_gather_matmul", *sent, group) as blocked:
-            gathered, *outs = self.ops["all_gather_matmul"](*args)
-        if not keep:
-            gathered = shard if gather_output else None
+            if product_op is None:
+                gathered, *outs = self.ops["all_gather_matmul"](*args)
+            else:
+                product, gathered, *outs = product_op(product_with.contiguous(), *args)
+        if layout.ranks == 1:
+            gathered = shard
+        if product_later:
+            product = gathered.t().mm(product_with)
         report = self._report(schedule, blocked)
-        return GatheredMatmul(outs, gathered, report)
+        return GatheredMatmul(outs, gathered if gather_output else None, report, product)
 
     def matmul_reduce_scatter(
         self,
@@ -304,6 +319,11 @@ class Kernel(ABC):
         )
 
     @property
+    def product_op(self) -> Any | None:
+        """The ``torch.ops.mc2`` op of ``product_with`` in `all_gather_matmul`, if it has one."""
+        return None
+
+    @property
     def start_op(self) -> Any | None:
         """The ``torch.ops.mc2`` op behind `start_matmul_reduce_scatter`, if the kernel has one."""
         return None
@@ -354,6 +374,7 @@ class Kernel(ABC):
         op: Operation,
         facts: CallFacts,
         operands: Sequence[tuple[torch.Tensor, int, torch.Tensor]],
+        product_with: torch.Tensor | None = None,
     ) -> None:
         """Raises with every reason against a call on ``operands``: x, rows it must have, weight."""
         reasons = self.reasons_not_supported(op, facts)
@@ -361,9 +382,13 @@ class Kernel(ABC):
             reasons.append("Expected at least one weight, got none.")
         for x, rows, weight in operands:
             reasons += _shape_reasons(x, rows, weight) or self.operand_reasons(x, weight)
+        tensors = [tensor for x, _, weight in operands for tensor in (x, weight)]
+        if product_with is not None:
+            assert facts.layout is not None
+            reasons += _product_reasons(product_with, facts.layout.rows, facts.dtypes[0])
+            tensors.append(product_with)
         if reasons:
             raise MC2ConstraintError(describe_reasons(self.name, op, reasons))
-        tensors = (tensor for x, _, weight in operands for tensor in (x, weight))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise RuntimeError(
                 f"Expected no autograd around a kernel, got operands that require grad ({op} of "
@@ -387,6 +412,12 @@ def _shape_reasons(x: torch.Tensor, rows: int, weight: torch.Tensor) -> list[str
     if x.shape[1] != weight.shape[0]:
         reasons.append(f"Expected equal contractions, got {x.shape[1]} and {weight.shape[0]}.")
     return reasons
+
+
+def _product_reasons(x: torch.Tensor, rows: int, dtype: torch.dtype) -> list[str]:
+    if x.dim() == 2 and x.shape[0] == rows and x.dtype == dtype:
+        return []
+    return [f"Expected ({rows}, F) of {dtype} as product_with, got {tuple(x.shape)} of {x.dtype}."]
 
 
 def _size_and_rank(group: dist.ProcessGroup) -> tuple[int, int]:

@@ -146,34 +146,54 @@ def all_gather_matmul_op(name: str, extra_args: str) -> Callable[[Callable[..., 
         f"(Tensor shard, Tensor[] weights, {_LAYOUT_ARGS}, bool gather_output, {extra_args})"
         f" -> Tensor[]"
     )
+    return _define_op(name, schema, _gather_fake, _gather_flops)
 
-    def fake(
-        shard: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        outer: int,
-        sizes: Sequence[int],
-        inner: int,
-        rank: int,
-        gather_output: bool,
-        *_: object,
-    ) -> list[torch.Tensor]:
-        rows = outer * sum(sizes) * inner
-        gathered = shard.new_empty((rows, shard.shape[1]) if gather_output else (0,))
-        return [gathered, *(shard.new_empty(rows, weight.shape[1]) for weight in weights)]
 
-    def flops(
-        shard: Sequence[int],
-        weights: Sequence[Sequence[int]],
-        outer: int,
-        sizes: Sequence[int],
-        inner: int,
-        *_: object,
-        **__: object,
-    ) -> int:
-        rows = outer * sum(sizes) * inner
-        return 2 * rows * sum(math.prod(weight) for weight in weights)
+def all_gather_matmul_product_op(name: str, extra_args: str) -> Callable[[Callable[..., Any]], Any]:
+    """As `all_gather_matmul_op`, of an op that makes one more product with the gathered rows.
+
+    Its first argument is ``x`` (M, F), and the first that it returns ``gathered.T @ x``.
+    """
+    schema = (
+        f"(Tensor x, Tensor shard, Tensor[] weights, {_LAYOUT_ARGS}, bool gather_output, "
+        f"{extra_args}) -> Tensor[]"
+    )
+
+    def fake(x: torch.Tensor, shard: torch.Tensor, *args: Any) -> list[torch.Tensor]:
+        return [x.new_empty(shard.shape[1], x.shape[1]), *_gather_fake(shard, *args)]
+
+    def flops(x: Sequence[int], shard: Sequence[int], *args: Any, **kwargs: Any) -> int:
+        return 2 * math.prod(x) * shard[1] + _gather_flops(shard, *args, **kwargs)
 
     return _define_op(name, schema, fake, flops)
+
+
+def _gather_fake(
+    shard: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    outer: int,
+    sizes: Sequence[int],
+    inner: int,
+    rank: int,
+    gather_output: bool,
+    *_: object,
+) -> list[torch.Tensor]:
+    rows = outer * sum(sizes) * inner
+    gathered = shard.new_empty((rows, shard.shape[1]) if gather_output else (0,))
+    return [gathered, *(shard.new_empty(rows, weight.shape[1]) for weight in weights)]
+
+
+def _gather_flops(
+    shard: Sequence[int],
+    weights: Sequence[Sequence[int]],
+    outer: int,
+    sizes: Sequence[int],
+    inner: int,
+    *_: object,
+    **__: object,
+) -> int:
+    rows = outer * sum(sizes) * inner
+    return 2 * rows * sum(math.prod(weight) for weight in weights)
 
 
 def matmul_reduce_scatter_op(name: str, extra_args: str) -> Callable[[Callable[..., Any]], Any]:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from mc2.kernel_interface import CallFacts, Chunks, Kernel, Operation, Schedule
 from mc2.kernel_ops import (
     all_gather_matmul_op,
+    all_gather_matmul_product_op,
     matmul_reduce_scatter_op,
     matmul_scatter_start_op,
     note_launch,
@@ -42,6 +43,8 @@ from mc2.kernel_ops import (
 from mc2.row_collectives import gather_rows
 from mc2.row_layout import Piece, RowLayout
 from mc2.torch_compat import resolve_group
+
+_HALF = (torch.float16, torch.bfloat16)
 
 # A piece is worth a message of its own from this size on: below, its fixed cost (0.2 ms on gloo)
 # is more than what overlap can win.
@@ -67,7 +70,10 @@ class _Step(NamedTuple):
     piece: Piece | None
 
 
-@all_gather_matmul_op("pipelined_all_gather_matmul", "str group, int chunks, bool one_step")
+_EXTRA_ARGS = "str group, int chunks, bool one_step"
+
+
+@all_gather_matmul_op("pipelined_all_gather_matmul", _EXTRA_ARGS)
 def _all_gather_matmul(
     shard: torch.Tensor,
     weights: list[torch.Tensor],
@@ -81,10 +87,80 @@ def _all_gather_matmul(
     one_step: bool,
 ) -> list[torch.Tensor]:
     layout = RowLayout(outer, tuple(sizes), inner, rank)
-    features = shard.shape[1]
+    return _gather(shard, weights, layout, gather_output, group, chunks, one_step)
+
+
+@all_gather_matmul_product_op("pipelined_all_gather_matmul_product", _EXTRA_ARGS)
+def _all_gather_matmul_product(
+    x: torch.Tensor,
+    shard: torch.Tensor,
+    weights: list[torch.Tensor],
+    outer: int,
+    sizes: list[int],
+    inner: int,
+    rank: int,
+    gather_output: bool,
+    group: str,
+    chunks: int,
+    one_step: bool,
+) -> list[torch.Tensor]:
+    layout = RowLayout(outer, tuple(sizes), inner, rank)
+    product = _Product(x, shard.shape[1], layout)
+    results = _gather(shard, weights, layout, gather_output, group, chunks, one_step, product)
+    return [product.finished(), *results]
+
+
+class _Product:
+    """``gathered.T @ x``, added up piece by piece in the order in which they are used.
+
+    That order is fixed, so the sum is deterministic. Of float16 and bfloat16 it is held in float32:
+    as many roundings as there are pieces would cost accuracy.
+    """
+
+    def __init__(self, x: torch.Tensor, features: int, layout: RowLayout) -> None:
+        self._x = x
+        self._layout = layout
+        self._half = x.dtype in _HALF
+        dtype = torch.float32 if self._half else x.dtype
+        self._sum = x.new_zeros(features, x.shape[1], dtype=dtype)
+
+    def add(self, rows: torch.Tensor, owner: int, piece: Piece) -> None:
+        """Adds the part of one piece."""
+        x = self._layout.select(self._x, owner, piece).reshape(piece.rows, -1)
+        self._add(rows, x)
+
+    def add_all(self, gathered: torch.Tensor) -> None:
+        """Adds the whole at once."""
+        self._add(gathered, self._x)
+
+    def _add(self, rows: torch.Tensor, x: torch.Tensor) -> None:
+        if self._half:
+            self._sum += rows.t().mm(x)
+        else:
+            self._sum.addmm_(rows.t(), x)
+
+    def finished(self) -> torch.Tensor:
+        """The product."""
+        return self._sum.to(self._x.dtype)
+
+
+def _gather(
+    shard: torch.Tensor,
+    weights: list[torch.Tensor],
+    layout: RowLayout,
+    gather_output: bool,
+    group: str,
+    chunks: int,
+    one_step: bool,
+    product: _Product | None = None,
+) -> list[torch.Tensor]:
+    """``[gathered, *outs]`` of `Kernel.all_gather_matmul`; fills ``product`` too."""
+    rank, features = layout.rank, shard.shape[1]
     not_gathered = shard.new_empty(0)
     if one_step or layout.rows * features == 0:
         gathered = gather_rows(shard, layout, group)
+        if product is not None:
+            product.add_all(gathered)
         outs = [torch.mm(gathered, weight) for weight in weights]
         return [gathered if gather_output else not_gathered, *outs]
 
@@ -109,6 +185,8 @@ def _all_gather_matmul(
                 torch.mm(rows, weight, out=place)
             else:
                 place.copy_(torch.mm(rows, weight).view(place.shape))
+        if product is not None:
+            product.add(rows, owner, piece)
 
     pieces = [layout.pieces(owner, chunks) for owner in range(layout.ranks)]
     process_group = resolve_group(group)
@@ -138,10 +216,7 @@ def _all_gather_matmul(
     return [not_gathered if gathered is None else gathered, *outs]
 
 
-_SCATTER_ARGS = "str group, int chunks, bool one_step"
-
-
-@matmul_reduce_scatter_op("pipelined_matmul_reduce_scatter", _SCATTER_ARGS)
+@matmul_reduce_scatter_op("pipelined_matmul_reduce_scatter", _EXTRA_ARGS)
 def _matmul_reduce_scatter(
     xs: list[torch.Tensor],
     weights: list[torch.Tensor],
@@ -180,7 +255,7 @@ def _block_shapes(
     return [(count, features) for count in rows]
 
 
-@matmul_scatter_start_op("pipelined_matmul_scatter_start", _SCATTER_ARGS, _block_shapes)
+@matmul_scatter_start_op("pipelined_matmul_scatter_start", _EXTRA_ARGS, _block_shapes)
 def _start_matmul_reduce_scatter(
     xs: list[torch.Tensor],
     weights: list[torch.Tensor],
@@ -312,7 +387,7 @@ def _start_one_step(partial: torch.Tensor, layout: RowLayout, group: str) -> tor
 
 def _sum_into(out: torch.Tensor, summands: Sequence[torch.Tensor]) -> None:
     """Adds up in the given order, half precision in float32."""
-    half = out.dtype in (torch.float16, torch.bfloat16)
+    half = out.dtype in _HALF
     total = summands[0].float() if half and len(summands) > 1 else out.copy_(summands[0])
     for summand in summands[1:]:
         total += summand
@@ -375,6 +450,11 @@ class PipelinedKernel(Kernel):
         cut = _steps_between_peers(layout, chunks)
         steps = 1 if one_step else (layout.ranks - 1) * cut
         return Schedule(max(cut, 1), steps if row_bytes else 0, (chunks, one_step))
+
+    @property
+    def product_op(self) -> Any:
+        """Each piece's part of the product is made when it has arrived."""
+        return _all_gather_matmul_product
 
     @property
     def start_op(self) -> Any:

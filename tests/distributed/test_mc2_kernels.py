@@ -78,7 +78,7 @@ def test_all_gather_matmul_equals_the_unsharded_matmul(
     weights = weights_of(ctx.rank, contraction, getattr(torch, dtype))
     for layout in layouts(ctx):
         x = bits(layout.rows, contraction, seed=layout.rows, dtype=getattr(torch, dtype))
-        outs, gathered, report = get_kernel(kernel).all_gather_matmul(
+        outs, gathered, report, _ = get_kernel(kernel).all_gather_matmul(
             rows_of_this_rank(x, layout), weights, layout, dist.group.WORLD, chunks=chunks
         )
         assert torch.equal(gathered, x), layout
@@ -88,6 +88,44 @@ def test_all_gather_matmul_equals_the_unsharded_matmul(
         if chunks != "auto" and layout.rows:
             assert report.chunks == min(chunks, layout.max_rows)
             assert report.steps == report.chunks * (ctx.world_size - 1)
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@on_ranks(2, 3, 4)
+def test_the_product_with_the_gathered_rows_is_made_besides(
+    ctx: RankContext, kernel: str, chunks: Any, dtype: str
+) -> None:
+    chosen, group = get_kernel(kernel), dist.group.WORLD
+    weights = weights_of(ctx.rank, 5, getattr(torch, dtype))
+    for layout in layouts(ctx):
+        gathered = bits(layout.rows, 5, seed=layout.rows, dtype=getattr(torch, dtype))
+        shard = rows_of_this_rank(gathered, layout)
+        x = bits(3 + ctx.rank, layout.rows, seed=ctx.rank, dtype=getattr(torch, dtype)).t()
+        plain = chosen.all_gather_matmul(shard, weights, layout, group, chunks=chunks)
+        for keep in (True, False):
+            result = chosen.all_gather_matmul(
+                shard, weights, layout, group, product_with=x, gather_output=keep, chunks=chunks
+            )
+            assert result.product is not None
+            assert torch.equal(result.product, gathered.t() @ x), layout
+            assert result.product.dtype == x.dtype
+            for out, expected in zip(result.outs, plain.outs, strict=True):
+                assert torch.equal(out, expected), layout
+            assert (result.gathered is None) == (not keep)
+            assert result.report.steps == plain.report.steps
+
+
+@on_ranks(2)
+def test_a_product_in_many_pieces_is_rounded_once(ctx: RankContext) -> None:
+    """2,048 times 1.0: bfloat16 cannot count beyond 256."""
+    layout = RowLayout(1, (1024, 1024), 1, ctx.rank)
+    ones = torch.ones(layout.rows, 1, dtype=torch.bfloat16)
+    result = get_kernel("pipelined").all_gather_matmul(
+        ones[:1024], [ones[:1]], layout, dist.group.WORLD, product_with=ones, chunks=1024
+    )
+    assert result.product is not None
+    assert result.product.item() == 2048
 
 
 @every_kernel
@@ -219,7 +257,7 @@ def test_operands_need_not_be_contiguous(ctx: RankContext) -> None:
     for kernel in (get_kernel("decomposed"), get_kernel("pipelined")):
         shard = rows_of_this_rank(x.contiguous(), layout).t().contiguous().t()
         assert not shard.is_contiguous() or len(shard) == 1
-        outs, _, _ = kernel.all_gather_matmul(shard, [weight], layout, dist.group.WORLD)
+        outs, *_ = kernel.all_gather_matmul(shard, [weight], layout, dist.group.WORLD)
         assert torch.equal(outs[0], x @ weight)
         out = kernel.matmul_reduce_scatter([(x, weight)], layout, dist.group.WORLD).out
         assert torch.equal(out, rows_of_this_rank(3 * (x @ weight), layout))
@@ -327,7 +365,7 @@ def test_a_late_rank_is_waited_for(ctx: RankContext, kernel: str, chunks: Any) -
     dist.barrier()
     if ctx.rank == 1:
         time.sleep(0.3)
-    outs, _, gather_report = get_kernel(kernel).all_gather_matmul(
+    outs, _, gather_report, _ = get_kernel(kernel).all_gather_matmul(
         shard, [weight], layout, dist.group.WORLD, chunks=chunks
     )
     assert torch.equal(outs[0], x @ weight)
@@ -357,7 +395,7 @@ def test_both_axes_of_a_mesh_at_once(ctx: RankContext, kernel: str, chunks: Any)
         other = mesh.get_local_rank("dp" if axis == "tp" else "tp")
         x = bits(layout.rows, 5, seed=7 + other, dtype=torch.float32)
         weight = bits(5, 2, seed=2, dtype=torch.float32)
-        outs, _, _ = get_kernel(kernel).all_gather_matmul(
+        outs, *_ = get_kernel(kernel).all_gather_matmul(
             rows_of_this_rank(x, layout), [weight], layout, group, chunks=chunks
         )
         assert torch.equal(outs[0], x @ weight)
@@ -379,7 +417,7 @@ def test_other_collectives_of_the_group_in_flight(
     weight = bits(5, 2, seed=2, dtype=torch.float32)
     large = torch.full((1 << 18,), ctx.rank + 1.0)
     before = [functional.all_reduce(large * i, "sum", name) for i in range(4)]
-    outs, _, _ = get_kernel(kernel).all_gather_matmul(
+    outs, *_ = get_kernel(kernel).all_gather_matmul(
         rows_of_this_rank(x, layout), [weight], layout, dist.group.WORLD, chunks=chunks
     )
     between = functional.all_reduce(large, "sum", name)
@@ -453,6 +491,9 @@ def test_opcheck(ctx: RankContext, kernel: str) -> None:
     for gather_output in (True, False):
         args = (shard, [weight, weight], *rows, gather_output, group, *extra)
         torch.library.opcheck(chosen.ops["all_gather_matmul"], args, test_utils=tests)
+        if chosen.product_op is not None:
+            args = (torch.randn(layout.rows, 4), *args)
+            torch.library.opcheck(chosen.product_op, args, test_utils=tests)
     args = ([torch.randn(layout.rows, 6)], [weight], *rows, group, *extra)
     torch.library.opcheck(chosen.ops["matmul_reduce_scatter"], args, test_utils=tests)
 
@@ -477,6 +518,8 @@ def test_every_reason_at_once_and_nothing_sent(ctx: RankContext, kernel: str) ->
         assert "equal contractions, got 6 and 7" in str(wrong.value)
         with pytest.raises(MC2ConstraintError, match="at least one weight"):
             chosen.all_gather_matmul(shard, [], layout, group)
+        with pytest.raises(MC2ConstraintError, match=r"\(7, F\) of .* product_with"):
+            chosen.all_gather_matmul(shard, [weight], layout, group, product_with=weight)
         with pytest.raises(MC2ConstraintError, match="2-D by 2-D"):
             chosen.matmul_reduce_scatter([(torch.ones(1, 7, 6), weight)], layout, group)
         other = RowLayout(1, (4, 3, 1), 1, ctx.rank)
@@ -485,7 +528,7 @@ def test_every_reason_at_once_and_nothing_sent(ctx: RankContext, kernel: str) ->
         with pytest.raises(RuntimeError, match="no autograd"):
             chosen.all_gather_matmul(shard.requires_grad_(), [weight], layout, group)
     assert comm.get_total_counts() == 0
-    outs, _, _ = chosen.all_gather_matmul(shard.detach(), [weight], layout, group)
+    outs, *_ = chosen.all_gather_matmul(shard.detach(), [weight], layout, group)
     assert torch.equal(outs[0], torch.full((7, 5), 6.0))  # the group still works
 
 
