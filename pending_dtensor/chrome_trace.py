@@ -27,7 +27,9 @@ def write_trace(path: str | os.PathLike[str], recordings: Sequence[Recording]) -
     """Writes recordings of one or more ranks as one trace, and gives the path."""
     trace = {
         "traceEvents": [
-            event for timeline in timelines(recordings) for event in _trace_events(timeline)
+            event
+            for pid, timeline in enumerate(timelines(recordings))
+            for event in _trace_events(timeline, pid)
         ],
         "displayTimeUnit": "ms",
         _KEY: [_as_json(recording) for recording in recordings],
@@ -37,31 +39,30 @@ def write_trace(path: str | os.PathLike[str], recordings: Sequence[Recording]) -
     return path
 
 
-def _trace_events(timeline: RankTimeline) -> Iterator[dict[str, Any]]:
-    rank = timeline.rank
-    yield _named("process_name", rank, 0, f"rank {rank}")
-    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+def _trace_events(timeline: RankTimeline, pid: int) -> Iterator[dict[str, Any]]:
+    yield _named("process_name", pid, 0, timeline.title)
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     lanes = [("communication", lane) for lane in timeline.communication]
     lanes += [("exposed waits", timeline.waits), ("compute", timeline.compute)]
     for tid, (name, bars) in enumerate(lanes, start=1):
-        yield _named("thread_name", rank, tid, name)
+        yield _named("thread_name", pid, tid, name)
         yield {
             "ph": "M",
             "name": "thread_sort_index",
-            "pid": rank,
+            "pid": pid,
             "tid": tid,
             "args": {"sort_index": tid},
         }
         for bar in bars:
             duration = (bar.ended - bar.began) * 1e6
-            yield {**_at(bar, rank, tid, name), "ph": "X", "dur": duration}
+            yield {**_at(bar, pid, tid, name), "ph": "X", "dur": duration}
     for name, marks in (("never read", timeline.unread), ("fallback", timeline.fallbacks)):
         for bar in marks:
-            yield {**_at(bar, rank, 1, name), "ph": "i", "s": "t", "name": f"{name}: {bar.name}"}
+            yield {**_at(bar, pid, 1, name), "ph": "i", "s": "t", "name": f"{name}: {bar.name}"}
 
 
-def _at(bar: Bar, rank: int, tid: int, category: str) -> dict[str, Any]:
-    event = {"name": bar.name, "cat": category, "pid": rank, "tid": tid, "ts": bar.began * 1e6}
+def _at(bar: Bar, pid: int, tid: int, category: str) -> dict[str, Any]:
+    event = {"name": bar.name, "cat": category, "pid": pid, "tid": tid, "ts": bar.began * 1e6}
     if bar.event is not None:
         event["args"] = {
             "kernel": bar.event.kernel,
@@ -75,8 +76,8 @@ def _at(bar: Bar, rank: int, tid: int, category: str) -> dict[str, Any]:
     return event
 
 
-def _named(what: str, rank: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": tid, "args": {"name": name}}
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _as_json(recording: Recording) -> dict[str, Any]:

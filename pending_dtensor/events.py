@@ -133,6 +133,7 @@ class Recording:
         rank: of this process, 0 without a process group.
         opened: when it was opened [s].
         opened_unix_s: the same moment in seconds since 1970, by which ranks are aligned.
+        name: what is recorded, for pages and images that show several things.
     """
 
     events: list[OverlapEvent] = field(default_factory=list)
@@ -140,6 +141,12 @@ class Recording:
     rank: int = 0
     opened: float = 0.0
     opened_unix_s: float = 0.0
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        """Name and rank."""
+        return f"{self.name}, rank {self.rank}" if self.name else f"rank {self.rank}"
 
     @property
     def collectives(self) -> list[OverlapEvent]:

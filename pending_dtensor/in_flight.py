@@ -4,9 +4,9 @@
 Nothing tells the host when a collective finishes, except a wait for it that ends, or a profiler.
 Without one, what is done before it is read has finished at some time between its launch and its
 read, and to count all of that as communication would make anything look hidden. So it is taken to
-have run at the rate of those that were waited for, and to have been done by its read in any case.
-If nothing was waited for there is no rate; then hardly anything is exposed, and the fraction is
-near 1 either way.
+have run at the rate of its like, or else of all, that were waited for, and to have been done by its
+read in any case. If nothing was waited for there is no rate; then hardly anything is exposed, and
+the fraction is near 1 either way.
 """
 
 from __future__ import annotations
@@ -24,12 +24,22 @@ def in_flight(events: Sequence[OverlapEvent]) -> dict[OverlapEvent, Interval]:
     """When each event that was read was in flight (see the note on what finished unseen)."""
     at_most = {event: event.in_flight_at_most for event in events}
     known = {event: interval for event, interval in at_most.items() if interval is not None}
-    rate = _seconds_per_byte({event: known[event] for event in known if saw_the_end(event)})
+    seen = {event: known[event] for event in known if saw_the_end(event)}
+    rates: dict[tuple[str, str], float | None] = {}
+
+    def rate_of(event: OverlapEvent) -> float | None:
+        """Of its like, or of all: a process group may send more for one kind than for another."""
+        like = (event.kind, event.kernel)
+        if like not in rates:
+            alike = {e: times for e, times in seen.items() if (e.kind, e.kernel) == like}
+            rates[like] = _seconds_per_byte(alike or seen)
+        return rates[like]
 
     def ended(event: OverlapEvent, interval: Interval) -> float:
         if event.finished is not None:
             return event.finished
-        if rate is None or saw_the_end(event):
+        rate = rate_of(event)
+        if rate is None or event in seen:
             return interval.ended
         return min(interval.ended, interval.began + rate * _traffic_bytes(event))
 

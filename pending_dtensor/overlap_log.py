@@ -55,8 +55,9 @@ class OverlapLog(Recording):
         - A collective that a reader had to wait for was in flight until that wait ended. If
           another rank launched it later, waiting for that rank is part of it.
         - One that was done before it was read is only known to have finished by then. It counts
-          as long as its bytes take at the median rate of those that were waited for, and not
-          beyond the read; if none was, until the read. ``torch.profiler`` shows the truth.
+          as long as its bytes take at the median rate of its like that were waited for, or else of
+          all that were, and not beyond the read; if none was, until the read. The truth is in a
+          profile, see `from_trace`.
         - All the time that somebody was blocked counts.
         - In a fused kernel it goes from the first message sent to the end of the last wait, with
           the gaps between its messages.
@@ -100,7 +101,7 @@ class OverlapLog(Recording):
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> Path:
         """Writes a trace that Perfetto and chrome://tracing open.
 
-        The process is the rank. Tracks, from the top: communication (as many as were in flight at
+        A process is a rank. Tracks, from the top: communication (as many as were in flight at
         once), exposed waits, compute. ``python -m pending_dtensor.report`` joins those of ranks.
 
         Returns:
@@ -129,11 +130,14 @@ class OverlapLog(Recording):
 
 
 @contextmanager
-def record_overlap() -> Iterator[OverlapLog]:
+def record_overlap(name: str = "") -> Iterator[OverlapLog]:
     """Collects an event for each collective launched inside the block, on this rank.
 
     Blocks nest: each open log gets every event. Events launched inside and read after the block
     still get their wait times.
+
+    Args:
+        name: of what is recorded, for pages and images that show several things.
 
     Yields:
         OverlapLog: ``log.events`` fills up while the block runs.
@@ -143,6 +147,7 @@ def record_overlap() -> Iterator[OverlapLog]:
         rank=torch.distributed.get_rank() if initialized else 0,
         opened=time.perf_counter(),
         opened_unix_s=time.time(),
+        name=name,
     )
     open_recording(log)
     try:

@@ -22,8 +22,8 @@ from pending_dtensor.intervals import subtract, union
 _WORK = re.compile(r"gloo:(\w+)")
 _LAUNCH = "c10d::"
 _WAIT = re.compile(r"pending_dtensor::wait |_c10d_functional::wait_tensor$")
-_MATMUL = re.compile(r"aten::(\w*mm|_scaled_dot_product\w*)$")
-_FUSED = re.compile(r"mc2::(\w+?)_(all_gather_matmul|matmul_reduce_scatter|matmul_scatter_start)$")
+_MATMUL = re.compile(r"aten::(\w*mm_?|_scaled_dot_product\w*)$")
+_FUSED = re.compile(r"mc2::(\w+?)_(all_gather_matmul|matmul_(?:reduce_)?scatter)")
 _NCCL = re.compile(r"nccl\w*?_(AllGather|ReduceScatter|AllReduce|SendRecv|Broadcast|Reduce)")
 
 

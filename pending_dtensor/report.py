@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pending_dtensor.chrome_trace import read_trace, write_trace
 from pending_dtensor.overlap_summary import kind_table
-from pending_dtensor.timeline import timelines
+from pending_dtensor.timeline import in_order, timelines
 from pending_dtensor.timeline_html import write_html
 from pending_dtensor.timeline_png import write_png
 
@@ -33,15 +33,14 @@ def write_report(
         Totals and a table for each rank, as text.
 
     Raises:
-        ValueError: a file is no such trace, or a rank comes twice.
+        ValueError: a file is no such trace, or a rank comes twice under one name.
     """
-    recordings = [recording for path in traces for recording in read_trace(path)]
-    recordings.sort(key=lambda recording: recording.rank)
-    ranks = [recording.rank for recording in recordings]
-    if len(set(ranks)) < len(ranks):
+    recordings = in_order([recording for path in traces for recording in read_trace(path)])
+    titles = [recording.title for recording in recordings]
+    if len(set(titles)) < len(titles):
         raise ValueError(
-            f"Expected traces of different ranks, got ranks {ranks}. Join the traces of one run, "
-            f"each rank's once."
+            f"Expected traces of different ranks, got {titles}. Join the traces of one run, each "
+            f"rank's once, or give runs a name: record_overlap(name)."
         )
     if html is not None:
         write_html(html, recordings)
@@ -50,7 +49,7 @@ def write_report(
     if trace is not None:
         write_trace(trace, recordings)
     return "\n\n".join(
-        f"rank {timeline.rank}: {', '.join(timeline.totals())}\n{kind_table(recording)}"
+        f"{timeline.title}: {', '.join(timeline.totals())}\n{kind_table(recording)}"
         for timeline, recording in zip(timelines(recordings), recordings, strict=True)
     )
 

@@ -19,7 +19,7 @@ COMPUTE_COLOR = "#bdbdbd"
 
 
 class Bar(NamedTuple):
-    """A stretch of a lane, in seconds since the first rank's block began."""
+    """A stretch of a lane, in seconds since the first rank's block of that name began."""
 
     began: float
     ended: float
@@ -38,7 +38,7 @@ class RankTimeline:
     """One rank's lanes.
 
     Attributes:
-        rank: the rank.
+        title: name of the recording, and the rank.
         communication: lanes of collectives in flight; as many as were in flight at once.
         until_read: the same, each until somebody had read it.
         unseen: from the end of `communication` until then, those that nobody saw finish.
@@ -49,7 +49,7 @@ class RankTimeline:
         summary: totals, see `OverlapLog.summary`.
     """
 
-    rank: int
+    title: str
     communication: list[list[Bar]]
     until_read: list[list[Bar]]
     unseen: list[Bar]
@@ -90,13 +90,24 @@ class RankTimeline:
 
 
 def timelines(recordings: Sequence[Recording]) -> list[RankTimeline]:
-    """The lanes of each rank, by rank, aligned by the ranks' clocks.
+    """The lanes of each rank, in order; those of one name are aligned by the ranks' clocks.
 
     Ranks of one machine share a clock; those of several are aligned as well as their clocks are.
     """
-    first = min((recording.opened_unix_s for recording in recordings), default=0.0)
-    by_rank = sorted(recordings, key=lambda recording: recording.rank)
-    return [_timeline(recording, recording.opened_unix_s - first) for recording in by_rank]
+    first: dict[str, float] = {}
+    for recording in recordings:
+        opened = recording.opened_unix_s
+        first[recording.name] = min(first.get(recording.name, opened), opened)
+    return [
+        _timeline(recording, recording.opened_unix_s - first[recording.name])
+        for recording in in_order(recordings)
+    ]
+
+
+def in_order(recordings: Sequence[Recording]) -> list[Recording]:
+    """Recordings of one name together, the names as they come, their ranks by number."""
+    names = list(dict.fromkeys(recording.name for recording in recordings))
+    return sorted(recordings, key=lambda recording: (names.index(recording.name), recording.rank))
 
 
 def _timeline(recording: Recording, shift: float) -> RankTimeline:
@@ -115,7 +126,7 @@ def _timeline(recording: Recording, shift: float) -> RankTimeline:
     in_flight_bars = {event: bar(flight, label(event), event) for event, flight in flights.items()}
     waits = union(wait for event in flights for wait in event.waits)
     return RankTimeline(
-        recording.rank,
+        recording.title,
         [[in_flight_bars[bar.event] for bar in lane if bar.event] for lane in lanes],
         lanes,
         [

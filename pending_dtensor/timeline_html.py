@@ -17,10 +17,11 @@ from pending_dtensor.timeline import (
     UNSEEN_COLOR,
     Bar,
     RankTimeline,
+    in_order,
     timelines,
 )
 
-_LEFT, _PLOT, _RIGHT = 120, 900, 230  # widths in px: lane names, bars, totals
+_LEFT, _PLOT, _RIGHT = 70, 950, 230  # widths in px: lane names, bars, totals
 _LANE, _BAR, _AXIS = 32, 26, 24  # heights in px
 _MOST_TICKS = 10
 _PX_PER_LETTER = 7.2
@@ -37,6 +38,7 @@ pre {{ font-size: 12px; overflow-x: auto }}
 .unread {{ fill: none; stroke: {COMMUNICATION_COLOR} }}
 .fallback {{ fill: #000 }}
 .grid {{ stroke: #e4e4e4 }}
+h3 {{ margin: 1em 0 .3em }}
 .first {{ font-size: 22px; font-weight: 600 }}
 .key {{ display: inline-block; width: 1em; height: 1em; margin: 0 .4em 0 1.2em }}
 """
@@ -57,10 +59,10 @@ def write_html(path: str | os.PathLike[str], recordings: Sequence[Recording]) ->
     )
     pictures = "".join(_picture(timeline, span_s) for timeline in lanes)
     tables = "".join(
-        f"<h2>Rank {recording.rank}</h2><pre>{escape(kind_table(recording))}</pre>"
+        f"<h2>{escape(recording.title)}</h2><pre>{escape(kind_table(recording))}</pre>"
         f"<details><summary>Each event</summary>"
         f"<pre>{escape(event_table(recording))}</pre></details>"
-        for recording in sorted(recordings, key=lambda recording: recording.rank)
+        for recording in in_order(recordings)
     )
     path = Path(path)
     path.write_text(
@@ -96,7 +98,6 @@ def _picture(timeline: RankTimeline, span_s: float) -> str:
             )
 
     parts = [
-        f'<text x="0" y="16" font-weight="600">rank {timeline.rank}</text>',
         f'<text x="{_LEFT - 8}" y="{_LANE - _UP}" text-anchor="end">in flight</text>',
         f'<text x="{_LEFT - 8}" y="{bottom - _UP}" text-anchor="end">compute</text>',
     ]
@@ -127,6 +128,7 @@ def _picture(timeline: RankTimeline, span_s: float) -> str:
         parts.append(f'<text x="{x}" y="{y}"{first}>{escape(text)}</text>')
     width = _LEFT + _PLOT + _RIGHT
     return (
-        f'<p><svg role="img" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f"{''.join(parts)}</svg></p>"
+        f"<h3>{escape(timeline.title)}</h3>"
+        f'<svg role="img" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f"{''.join(parts)}</svg>"
     )

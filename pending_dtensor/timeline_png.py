@@ -21,7 +21,7 @@ from pending_dtensor.timeline import (
 _INCHES_WIDE, _INCHES_PER_LANE = 12.0, 0.34
 _DPI = 130
 _PLOT_WIDTH = 0.74  # of the figure; totals take the rest
-_LETTERS_ACROSS = 145  # of a label's size, side by side over the plot
+_LETTERS_ACROSS = 125  # of a label's size, side by side over the plot
 _BAR_HEIGHT = 0.78
 
 
@@ -96,7 +96,7 @@ def _draw(axis: Any, rank: RankTimeline, span_ms: float) -> None:
     axis.set_ylim(lanes + 0.6, -0.6)
     axis.set_xlim(0, span_ms)
     axis.set_yticks([(lanes - 1) / 2, lanes], ["in flight", "compute"])
-    axis.set_title(f"rank {rank.rank}", loc="left", fontsize=10, pad=3)
+    axis.set_title(rank.title, loc="left", fontsize=10, pad=3)
     axis.tick_params(left=False, labelsize=9)
     axis.grid(axis="x", color="#e4e4e4")
     axis.set_axisbelow(True)

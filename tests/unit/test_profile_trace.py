@@ -51,7 +51,7 @@ def test_a_collective_is_over_when_the_process_group_says_so(tmp_path: Path) -> 
             span("c10d::_allgather_base_", 10, 11),
             work("all_gather", 12, 20),  # begun when a thread was free: launched at 10
             *wait("all_gather", 15, 20),
-            span("aten::mm", 20, 40),
+            span("aten::addmm_", 20, 40),
             span("c10d::allreduce_", 40, 41),
             work("all_reduce", 41, 50),  # over long before it is read
             span("aten::addmm", 41, 100),
@@ -75,7 +75,7 @@ def test_kernels_of_ours_are_recognized_by_what_they_launch(tmp_path: Path) -> N
     log = OverlapLog.from_trace(
         written(
             tmp_path,
-            span("mc2::pipelined_all_gather_matmul", 0, 50),
+            span("mc2::pipelined_all_gather_matmul_product", 0, 50),
             span("c10d::alltoall_base_", 1, 2),
             work("all_to_all", 3, 30),
             span("aten::mm", 3, 25),

@@ -108,6 +108,16 @@ def test_bars_share_a_lane_where_they_do_not_overlap() -> None:
         ([collective(0, 0, 10), collective(100, 200, 200, mib=2)], 30, 2 / 3),
         # An all_reduce sends twice its size.
         ([collective(0, 0, 10), collective(100, 200, 200, kind="all_reduce")], 30, 2 / 3),
+        # Its like took longer.
+        (
+            [
+                collective(0, 0, 10),
+                collective(10, 10, 40, kind="reduce_scatter"),
+                collective(100, 200, 200, kind="reduce_scatter"),
+            ],
+            70,
+            3 / 7,
+        ),
         # But it was done when it was read.
         ([collective(0, 0, 10), collective(100, 110, 110, mib=9)], 20, 0.5),
         # Nothing to compare it with: until its read at most.
@@ -198,7 +208,8 @@ def test_require_says_what_ran_unfused_and_why() -> None:
 def test_trace_has_tracks_that_a_viewer_can_draw(tmp_path: Path) -> None:
     path = a_step(rank=3).to_chrome_trace(tmp_path / "trace.json")
     events = json.loads(path.read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {3}
+    assert events[0]["args"]["name"] == "rank 3"
+    assert {event["pid"] for event in events} == {0}
     tracks = {
         event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
     }
@@ -242,7 +253,7 @@ def test_ranks_are_aligned_by_their_clocks() -> None:
     early, late = a_step(rank=1), a_step(rank=0)
     late.opened_unix_s += 0.5
     lanes = timelines([early, late])
-    assert [timeline.rank for timeline in lanes] == [0, 1]
+    assert [timeline.title for timeline in lanes] == ["rank 0", "rank 1"]
     assert [timeline.communication[0][0].began for timeline in lanes] == [0.5, 0.0]
 
 
@@ -341,5 +352,27 @@ def test_command_joins_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_rank_that_comes_twice_is_refused(tmp_path: Path) -> None:
     trace = a_step().to_chrome_trace(tmp_path / "0.json")
-    with pytest.raises(ValueError, match=r"different ranks, got ranks \[0, 0\]"):
+    with pytest.raises(ValueError, match=r"different ranks, got \['rank 0', 'rank 0'\]"):
         write_report([trace, trace])
+
+
+def test_runs_are_told_apart_by_name(tmp_path: Path) -> None:
+    traces = []
+    for run, name in enumerate(("sync", "async")):
+        for rank in (1, 0):
+            log = a_step(rank)
+            log.name = name
+            log.opened_unix_s += 60 * run  # each run begins at 0
+            traces.append(log.to_chrome_trace(tmp_path / f"{name}-{rank}.json"))
+    joined = tmp_path / "joined.json"
+    text = write_report(traces, html=tmp_path / "p.html", png=tmp_path / "p.png", trace=joined)
+    titles = [f"{name}, rank {rank}" for name in ("sync", "async") for rank in (0, 1)]
+    assert [line.split(":")[0] for line in text.splitlines() if "hidden," in line] == titles
+    assert [recording.title for recording in read_trace(joined)] == titles
+    assert [timeline.title for timeline in timelines(read_trace(joined))] == titles
+    assert {timeline.communication[0][0].began for timeline in timelines(read_trace(joined))} == {0}
+    events = json.loads(joined.read_text())["traceEvents"]
+    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert list(named.values()) == titles
+    page = (tmp_path / "p.html").read_text()
+    assert [page.count(f">{title}<") for title in titles] == [2, 2, 2, 2]
