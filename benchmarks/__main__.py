@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 
-BENCHMARKS = ("host_overhead", "memory", "overlap", "scaling")
+BENCHMARKS = ("host_overhead", "memory", "overlap", "timeline", "scaling")
 
 
 def main() -> int:
