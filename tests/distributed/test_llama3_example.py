@@ -24,9 +24,9 @@ LAUNCHES = {
 
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_trains_and_writes_what_it_saw(launch: str, tmp_path: Path) -> None:
-    json_out = tmp_path / "result.json"
+    json_out, traces = tmp_path / "result.json", tmp_path / "traces"
     done = subprocess.run(
-        [*LAUNCHES[launch], *SMALL, "--json-out", str(json_out)],
+        [*LAUNCHES[launch], *SMALL, "--json-out", str(json_out), "--trace-out", str(traces)],
         cwd=Path(__file__).parents[2],
         env=rank_environment(),
         capture_output=True,
@@ -44,3 +44,6 @@ def test_trains_and_writes_what_it_saw(launch: str, tmp_path: Path) -> None:
     assert [step["by_kind"] for step in result["overlap"]] == [
         {"all_gather": 7, "reduce_scatter": 6}
     ] * 3
+    for rank in range(2):
+        (log,) = json.loads((traces / f"async-rank{rank}.json").read_text())["pendingDtensor"]
+        assert (log["name"], log["rank"], len(log["events"])) == ("async", rank, 13)

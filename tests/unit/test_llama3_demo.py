@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,8 +59,10 @@ def test_exit_status_and_table(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fake_run(modes: Sequence[demo.Mode], *, ranks: int, steps: int) -> list[dict[str, Any]]:
-        assert (ranks, steps) == (2, 5)
+    def fake_run(
+        modes: Sequence[demo.Mode], *, ranks: int, steps: int, page: Path
+    ) -> list[dict[str, Any]]:
+        assert (ranks, steps, page.parts[-3:]) == (2, 5, ("build", "demo", "overlap.html"))
         wrong = [*FALLING[:-1], 2.9]
         return [result(m.flags[-1], wrong if m is wrong_mode else FALLING) for m in modes]
 
@@ -66,6 +70,7 @@ def test_exit_status_and_table(
     monkeypatch.setattr("sys.argv", ["demo.py", "--steps", "5"])
     assert demo.main() == (0 if wrong_mode is None else 1)
     printed = capsys.readouterr().out
+    assert printed.rstrip().endswith(os.path.relpath(demo.PAGE))
     row = next(line.split() for line in printed.splitlines() if line.startswith("pipelined "))
     assert row[1] == "5.000000"
     assert row[4:] == ["0.500", "0.2500", "15", "0", "0", "0", "10"]

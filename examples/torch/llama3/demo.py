@@ -1,7 +1,8 @@
 """The main job, `make demo`: trains the same model once per mode and compares the losses.
 
 The ranks are started once and train in each mode in turn, as `tensor_parallel_example.py` does on
-its own, from the same seed and on the same text. Exits with 1 if a mode's losses differ from the
+its own, from the same seed and on the same text. A page shows the last step of each mode. Exits
+with 1 if a mode's losses differ from the
 synchronous ones by more than its tolerance, or do not fall.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,7 +24,9 @@ if not __package__:  # started as a file: make `examples` importable, and this f
     sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 from examples.torch.llama3.tensor_parallel_example import launch, parse_args
+from pending_dtensor.report import write_report
 
+PAGE = Path(__file__).resolve().parents[3] / "build" / "demo" / "overlap.html"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -49,22 +53,29 @@ MC2 = Mode(("--mc2-kernel", "pipelined"), tolerance=1e-4)
 MODES = (REFERENCE, ASYNC, MC2)
 
 
-def run(modes: Sequence[Mode], *, ranks: int, steps: int) -> list[dict[str, Any]]:
-    """Trains in each mode, progress on the terminal.
+def run(modes: Sequence[Mode], *, ranks: int, steps: int, page: Path) -> list[dict[str, Any]]:
+    """Trains in each mode, progress on the terminal, and writes the page.
 
     Returns:
         For each mode, what the example writes with `--json-out`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, f"{number}.json") for number in range(len(modes))]
+        places = [Path(folder, str(number)) for number in range(len(modes))]
         common = ["--tp", str(ranks), "--steps", str(steps)]
         launch(
             [
-                parse_args([*common, *mode.flags, "--json-out", str(file)])
-                for mode, file in zip(modes, files, strict=True)
+                parse_args(
+                    [
+                        *(*common, *mode.flags),
+                        *("--json-out", f"{place}.json", "--trace-out", str(place)),
+                    ]
+                )
+                for mode, place in zip(modes, places, strict=True)
             ]
         )
-        return [json.loads(file.read_text()) for file in files]
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_report([trace for place in places for trace in place.iterdir()], html=page)
+        return [json.loads(place.with_suffix(".json").read_text()) for place in places]
 
 
 def max_difference(losses: list[float], reference: list[float]) -> float:
@@ -127,10 +138,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tp", type=int, default=2, help="ranks (default 2)")
     parser.add_argument("--steps", type=int, default=25, help="steps per mode (default 25)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="where to write the page")
     args = parser.parse_args()
 
     print(f"Starting {args.tp} ranks, which train in {len(MODES)} modes.", flush=True)
-    results = run(MODES, ranks=args.tp, steps=args.steps)
+    results = run(MODES, ranks=args.tp, steps=args.steps, page=args.page)
 
     print(
         f"\n{args.steps} steps on {args.tp} ranks. Seconds are the median step of rank 0; exposed: "
@@ -147,6 +159,7 @@ def main() -> int:
         f"mc2 within {MC2.tolerance:g}."
     )
     print("\n".join(found) if found else agreed)
+    print(f"What the last step of each mode hid, and what not: {os.path.relpath(args.page)}")
     return 1 if found else 0
 
 

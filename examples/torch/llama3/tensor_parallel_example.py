@@ -68,6 +68,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     train.add_argument("--lr", type=float, default=3e-3, help="learning rate of AdamW")
     train.add_argument("--seed", type=int, default=0, help="decides weights and batches")
     train.add_argument("--json-out", type=Path, help="write losses and overlap there")
+    train.add_argument(
+        "--trace-out", type=Path, help="folder for each rank's trace of the last step"
+    )
     size = parser.add_argument_group("model size")
     for name in MODEL_SIZES:
         default = getattr(ModelArgs, name)
@@ -124,7 +127,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     )
     for _ in progress:
         started = time.perf_counter()
-        with record_overlap() as log:
+        with record_overlap(mode_name(args)) as log:
             inputs, targets = (tokens.to(args.device) for tokens in next(data))
             with loss_parallel() if args.loss_parallel else nullcontext():
                 logits = model(inputs)
@@ -136,6 +139,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         step_s.append(time.perf_counter() - started)
         overlap.append(log.summary())
         progress.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
+    if args.trace_out is not None:
+        args.trace_out.mkdir(parents=True, exist_ok=True)
+        name = f"{mode_name(args).replace(' ', '-')}-rank{log.rank}.json"
+        log.to_chrome_trace(args.trace_out / name)
     return {"mode": mode_name(args), "losses": losses, "step_s": step_s, "overlap": overlap}
 
 
