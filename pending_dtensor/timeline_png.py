@@ -124,6 +124,7 @@ def _draw_bars(axis: Any, bars: Sequence[Bar], lane: int, color: str, span_ms: f
 def _name_bars(axis: Any, bars: Sequence[Bar], lane: int, span_ms: float) -> None:
     """The bars' names, where there is room."""
     for bar in bars:
-        name = bar.name_within((bar.ended - bar.began) * 1e3 / span_ms * _LETTERS_ACROSS)
+        letters = (bar.ended - bar.began) * 1e3 / span_ms * _LETTERS_ACROSS
+        name = bar.name_within(letters - 1)
         x = bar.began * 1e3 + span_ms / 300
         axis.text(x, lane, name, va="center", fontsize=8, clip_on=True)

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "docs/mc2.md",
+    "docs/seeing_overlap.md",
     "docs/styles.md",
     "docs/writing_a_fused_rule.md",
 ]
