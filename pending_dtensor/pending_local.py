@@ -454,6 +454,10 @@ def _pending_view(
     kwargs: dict[str, Any],
 ) -> Any:
     """A view that stays pending: its steps are replayed on the value once that is there."""
+    if torch.is_inference_mode_enabled() and not tensor.is_inference():
+        # In inference mode too a view of a tensor that autograd knows must be one.
+        with torch.inference_mode(False):
+            return _pending_view(func, tensor, args, kwargs)
     if func in (aten.detach.default, aten.alias.default):
         return tensor.alias()
     shapes = func(_metadata_twin(tensor), *args, **kwargs)
@@ -519,6 +523,7 @@ def _read(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         *tree_map_only(PendingLocal, finish_for_write, args),
         **tree_map_only(PendingLocal, finish_for_write, kwargs),
     )
+    _note_writes_to_lists(func, args)
     if changes_metadata:
         with no_dispatch():
             if torch.Tag.inplace_view in func.tags:
@@ -527,6 +532,18 @@ def _read(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
                 for owner in owners.values():
                     owner.resize_(owner.materialize().shape)
     return tree_map_only(torch.Tensor, lambda out: owners.get(id(out), out), result)
+
+
+def _note_writes_to_lists(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+    """Tells autograd of what a foreach op wrote to, as its kernels do for plain tensors.
+
+    Of single arguments it knows by itself.
+    """
+    for argument, given in zip(func._schema.arguments, args, strict=False):
+        if argument.is_write and isinstance(given, (list, tuple)):
+            for tensor in given:
+                if isinstance(tensor, PendingLocal) and not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
 
 
 def materialized(tensor: torch.Tensor, consumer: object = "a read") -> torch.Tensor:

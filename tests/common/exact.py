@@ -41,6 +41,16 @@ def same(got: Any, expected: Any) -> None:
         assert got == expected, f"got {got}, expected {expected}"
 
 
+def same_bits(got: Any, expected: Any, name: str = "") -> None:
+    """Asserts that two finished tensors agree in dtype, shape and every bit: NaN equals itself."""
+    import torch
+
+    described, wanted = ((t.dtype, tuple(t.shape)) for t in (got, expected))
+    assert described == wanted, f"{name}: got {described}, expected {wanted}"
+    one, other = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (got, expected))
+    assert torch.equal(one, other), f"{name}: got {got}, expected {expected}"
+
+
 def by_name(cases: Mapping[str, Any], check: Callable[[str, Any], None]) -> None:
     """Runs ``check`` for each case; the error names every case that failed."""
     failures = []

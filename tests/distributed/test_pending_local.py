@@ -981,6 +981,30 @@ def test_a_first_read_in_inference_mode_does_not_spoil_the_value(ctx: RankContex
     same(pending[1:], whole()[1:] + 2)
 
 
+@on_ranks(2)
+def test_views_in_inference_mode_of_a_value_made_outside(ctx: RankContext) -> None:
+    views = started_here(ctx), started_here(ctx), started_here(ctx)
+    with torch.inference_mode():
+        turned, parts, alias = views[0].t(), views[1].split(2), views[2].detach()
+        assert isinstance(turned, PendingLocal)
+        same(turned, whole().t())
+        same(parts, whole().split(2))
+        same(alias, whole())
+    assert not any(view.is_inference() for view in (turned, *parts, alias))
+
+
+@on_ranks(2)
+def test_autograd_notices_a_foreach_write(ctx: RankContext) -> None:
+    summand = HyperDTensor.from_local(torch.ones(3, requires_grad=True), ctx.mesh(), [Partial()])
+    pending = take_local(summand.redistribute(placements=[Replicate()], async_op=True))
+    squared = pending.square()
+    with torch.no_grad():
+        torch._foreach_mul_([pending], 3.0)
+    same(pending.detach(), torch.full((3,), 3.0 * ctx.world_size))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+
+
 # --- the end of a value
 
 
