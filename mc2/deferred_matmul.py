@@ -82,16 +82,17 @@ def defer_matmul(recipe: DeferredMatmul) -> PendingLocal:
 
 
 def _add(first: torch.Tensor, second: torch.Tensor, *, alpha: object = 1) -> object:
-    """``first + second`` stays deferred if both are deferred matmuls for one kernel."""
+    """``first + second`` stays deferred if both are matmuls for one kernel, without bias."""
     if alpha != 1 or not isinstance(second, PendingLocal) or first.shape != second.shape:
         return NotImplemented
     a, b = first.recipe, second.recipe
     if not isinstance(a, DeferredMatmul) or not isinstance(b, DeferredMatmul):
         return NotImplemented
     whole = not first.is_view and not second.is_view
-    if not whole or a.options.kernel != b.options.kernel or a.bias is not b.bias:
+    biased = a.bias is not None or b.bias is not None
+    if not whole or biased or a.options.kernel != b.options.kernel:
         return NotImplemented
-    return defer_matmul(DeferredMatmul([*a.terms, *b.terms], a.lead, a.options, a.bias, a.ranks))
+    return defer_matmul(DeferredMatmul([*a.terms, *b.terms], a.lead, a.options))
 
 
 register_deferred_op(DeferredMatmul.kind, torch.ops.aten.add.Tensor, _add)

@@ -82,16 +82,16 @@ def _changes_metadata(op: torch._ops.OpOverload) -> bool:
 class _FlattenIfReadable:
     """``__tensor_flatten__``, torch's way to the inner tensors, which it calls on classes as well.
 
-    A deferred collective has no inner tensor that may be read: there the attribute is missing, by
-    which torch tells that a tensor cannot be taken apart.
+    A deferred value has no inner tensor: there the attribute is missing, by which torch tells that
+    a tensor cannot be taken apart. `CommDebugMode` looks for fake tensors inside in every op: that
+    must launch no deferred collective, and compute no deferred matmul.
     """
 
     def __get__(self, tensor: PendingLocal | None, cls: type) -> Callable[..., Any]:
         if tensor is None:
             return lambda tensor: self.__get__(tensor, cls)()
-        recipe = tensor.recipe if tensor.state is PendingState.DEFERRED else None
-        if recipe is not None and not recipe.is_local:
-            raise AttributeError("a deferred collective has no inner tensor yet")
+        if tensor.state is PendingState.DEFERRED:
+            raise AttributeError("a deferred value has no inner tensor yet")
         return lambda: (["elem"], None)
 
 
