@@ -1,0 +1,99 @@
+"""A rank that is killed at any point of a step: the others are told, and go on without it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+
+import pytest
+
+from tests.common.distributed_launcher import IN_RANK_PROCESS, RankContext
+from tests.common.script_on_ranks import run_script_on_ranks
+from tests.faults.families import be_impatient, endings, meet, nursery, regroup, values
+from tests.faults.fault_points import KINDS
+
+if IN_RANK_PROCESS:
+    from pending_dtensor.torch_compat import work_registry_size
+    from tests.faults.fault_points import (
+        Trainee,
+        acting_at,
+        error_of_a_survivor,
+        points_of_a_step,
+    )
+
+RANKS, VICTIM = 3, 1
+
+
+def killed_at(ctx: RankContext, kind: str, number: int) -> str:
+    trainee = Trainee(ctx, kind)
+    meet(ctx)
+    be_impatient()
+    if ctx.rank == VICTIM:
+        with acting_at(number, functools.partial(os.kill, os.getpid(), signal.SIGKILL)):
+            trainee.step()
+    message = error_of_a_survivor(trainee.step)
+    del trainee
+    assert work_registry_size() == 0
+    regroup(ctx.rank - (ctx.rank > VICTIM), RANKS - 1)
+    Trainee(ctx, kind).check()
+    return message
+
+
+def killed_at_every_point(ctx: RankContext, kind: str) -> list[str]:
+    points = values(endings(RANKS, points_of_a_step, kind))[VICTIM]
+    messages = []
+    # Dead at the last point, a rank has already sent all that the others need.
+    for number, what in enumerate(points[:-1]):
+        if what == "multiply":
+            continue  # all that the others see of it is that the next message does not come
+        ends = endings(RANKS, killed_at, kind, number)
+        assert ends[VICTIM].signal == signal.SIGKILL
+        messages += values(ends, but=VICTIM)
+    return messages
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_any_point(kind: str) -> None:
+    messages = nursery(killed_at_every_point, kind)
+    # Of whatever they lost, the survivors named it; among these are:
+    gather = "all_gather of (2, 12, 6)" if kind == "styles" else f"{kind} all_gather_matmul of"
+    for lost in (gather, "reduce_scatter of (2, 4, 6) float32", "all_reduce of (3,) float32"):
+        assert any(message.startswith(f"Expected the {lost}") for message in messages), lost
+    reads = ["waited for by aten.eq.Scalar", "waited for by a read"]
+    pieces = {"pipelined": [f"waited for rows of rank {rank} of the group" for rank in (0, 1, 2)]}
+    for read in reads + pieces.get(kind, []):
+        assert any(f"({read})" in message for message in messages), read
+
+
+SURVIVOR = """
+    import os, signal, sys, time
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from pending_dtensor import HyperDTensor
+    from tests.common.script_on_ranks import join_default_group
+
+    rank, _ = join_default_group()
+    mesh = init_device_mesh("cpu", (2,))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def values():
+        part = HyperDTensor.from_local(torch.ones(4), mesh, [Shard(0)])
+        return [part.redistribute(placements=[Replicate()], async_op=True) for _ in range(3)]
+
+    kept = values()
+    try:
+        print((kept[0].to_local() + 1).sum())
+    except RuntimeError as error:
+        print(str(error)[:38])
+    kept += values()
+"""
+
+
+def test_a_survivor_ends_as_any_process_does() -> None:
+    survivor, victim = run_script_on_ranks(SURVIVOR, 2)
+    assert victim.exit_code == -signal.SIGKILL
+    assert (survivor.exit_code, survivor.stderr) == (0, "")
+    assert survivor.stdout == "Expected the all_gather of (8,) float3\n"

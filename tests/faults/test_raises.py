@@ -1,0 +1,265 @@
+"""A rank raises, is stopped or interrupted: an error for the others, and the next step is right."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.common.distributed_launcher import IN_RANK_PROCESS, RankContext
+from tests.faults.families import (
+    Family,
+    be_impatient,
+    endings,
+    meet,
+    nursery,
+    regroup,
+    values,
+)
+from tests.faults.fault_points import KINDS
+
+if IN_RANK_PROCESS:
+    import torch
+    import torch.distributed as dist
+
+    from mc2.kernels import get_kernel
+    from mc2.row_layout import RowLayout
+    from pending_dtensor import PendingLocal
+    from pending_dtensor.collectives import all_gather, all_reduce, mesh_axis
+    from pending_dtensor.errors import CollectiveFailedError
+    from pending_dtensor.pending import Launch
+    from pending_dtensor.torch_compat import work_registry_size
+    from tests.faults.fault_points import (
+        Trainee,
+        acting_at,
+        error_of_a_survivor,
+        noting_points,
+        points_of_a_step,
+    )
+
+    functional = torch.ops._c10d_functional
+
+VICTIM = 1
+
+
+def raised_by(step: Callable[[], object], number: int, error: type[BaseException]) -> str:
+    """Raises ``error`` at a point of ``step``, and catches it; returns its message."""
+
+    def act() -> None:
+        raise error("of the test")
+
+    try:
+        with acting_at(number, act):
+            step()
+    except error as caught:
+        return str(caught)
+    raise AssertionError(f"not raised at {number}")
+
+
+# --- every rank at the same point: the group stays good
+
+
+def each_raises_at_every_point(ctx: RankContext, kind: str) -> int:
+    trainee = Trainee(ctx, kind)
+    points: list[str] = points_of_a_step(ctx, kind)
+    for error in (torch.OutOfMemoryError, KeyboardInterrupt):
+        for number in range(len(points)):
+            assert raised_by(trainee.step, number, error) == "of the test"
+            trainee.out = None  # may be in flight, and is the trainee's to keep
+            assert work_registry_size() == 0, f"{error} at {points[number]} {number}"
+            trainee.check()
+    return len(points)
+
+
+def each_raises(ctx: RankContext, kind: str) -> list[int]:
+    return [values(endings(ranks, each_raises_at_every_point, kind))[0] for ranks in (2, 3)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_raise_at_any_point_and_go_on_with_the_same_group(kind: str) -> None:
+    assert min(nursery(each_raises, kind)) > 5
+
+
+# --- one rank, when all that it has to send has been sent: the group stays good
+
+
+def one_raises_late(ctx: RankContext, kind: str) -> list[str]:
+    trainee = Trainee(ctx, kind)
+    points: list[str] = []
+    with noting_points(points.append):
+        trainee.step(loss=False)
+    late = [number for number in range(len(points)) if "launch" not in points[number:]]
+    for number in late:
+        step = functools.partial(trainee.step, loss=False)
+        if ctx.rank == VICTIM:
+            raised_by(step, number, ValueError)
+        else:
+            step()
+        trainee.out = trainee.x = None
+        assert work_registry_size() == 0
+        trainee.check()
+    return [points[number] for number in late]
+
+
+def raises_between_launch_and_wait(ctx: RankContext) -> None:
+    """As people meet it: no model, one rank raises with values in flight, and catches it."""
+    axis = mesh_axis(ctx.mesh(), 0)
+
+    def step(number: int, fails: bool) -> torch.Tensor:
+        gathered = all_gather(torch.full((2, 3), float(number)), 1, axis, [3] * axis.size)
+        summed = all_reduce(torch.full((4,), float(number)), axis, "sum")
+        if fails:
+            raise ValueError("of the user")
+        return gathered.sum() + summed.sum()
+
+    for number in range(1, 4):
+        try:
+            total = step(number, fails=number == 2 and ctx.rank == VICTIM)
+            assert total == number * (6 + 4) * axis.size
+        except ValueError:
+            assert (number, ctx.rank) == (2, VICTIM)
+        assert work_registry_size() == 0
+
+
+def late_raises(ctx: RankContext) -> dict[str, list[str]]:
+    values(endings(3, raises_between_launch_and_wait))
+    return {kind: values(endings(3, one_raises_late, kind))[VICTIM] for kind in KINDS}
+
+
+def test_one_raises_after_its_last_launch_and_the_group_stays_good() -> None:
+    passed = nursery(late_raises)
+    assert all(passed[kind] for kind in KINDS), passed
+
+
+# --- one rank in the middle: the others are told in time, and a new group is right
+
+
+def ends_of_the_step(ctx: RankContext, kind: str, number: int, how: str) -> str:
+    """The message of the error on this rank, after which a new group has made a right step."""
+    trainee = Trainee(ctx, kind)
+    pids = meet(ctx)
+    be_impatient()
+    if ctx.rank != VICTIM:
+        message = error_of_a_survivor(trainee.step)
+        os.kill(pids[VICTIM], signal.SIGCONT)
+    elif how == "stopped":
+        stop = functools.partial(os.kill, os.getpid(), signal.SIGSTOP)
+        with pytest.raises(CollectiveFailedError) as failure, acting_at(number, stop):
+            trainee.step()
+        message = str(failure.value)
+        del failure
+    else:
+        message = raised_by(trainee.step, number, torch.OutOfMemoryError)
+    trainee.out = trainee.x = None
+    assert work_registry_size() == 0
+    meet(ctx)
+    regroup(ctx.rank, ctx.world_size)
+    Trainee(ctx, kind).check()
+    return message
+
+
+def ends_of_steps(ctx: RankContext) -> list[list[str]]:
+    cases = []
+    for kind, count in (("pipelined", 4), ("styles", 1), ("decomposed", 1)):
+        points = values(endings(2, points_of_a_step, kind))[0]
+        # Not the last two, where a rank has sent all that the other needs.
+        chosen = [len(points) * (2 * i + 1) // (2 * count + 1) for i in range(count)]
+        cases += [(kind, number, how) for number in chosen for how in ("stopped", "raised")]
+    found = []
+    for some in (cases[:6], cases[6:]):  # at once, as they mostly wait; too many would be late
+        with contextlib.ExitStack() as stack:
+            families = [stack.enter_context(Family(2, ends_of_the_step, *case)) for case in some]
+            found += [values(family.endings()) for family in families]
+    return found
+
+
+def test_one_is_stopped_or_raises_and_a_new_group_is_right() -> None:
+    for _, message in nursery(ends_of_steps):
+        assert message == "of the test" or message.startswith("Expected the ")
+
+
+# --- Ctrl-C
+
+
+def interrupted(ctx: RankContext) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    axis = mesh_axis(ctx.mesh(), 0)
+    layout = RowLayout(1, (3, 3), 1, ctx.rank)
+    shard = torch.full((3, 4), float(ctx.rank))
+    whole = torch.arange(2.0).repeat_interleave(3)[:, None].expand(6, 4)
+
+    def gathered() -> torch.Tensor:
+        return all_gather(shard, 0, axis, [3, 3]) + 0
+
+    def multiplied() -> torch.Tensor:
+        kernel = get_kernel("pipelined")
+        return kernel.all_gather_matmul(
+            shard, [torch.eye(4)], layout, dist.group.WORLD, chunks=2
+        ).outs[0]
+
+    pending = all_gather(shard, 0, axis, [3, 3])
+    for read in (gathered, multiplied):
+        meet(ctx)
+        if ctx.rank == 0:
+            timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                read()
+        else:
+            time.sleep(0.3)  # the other waits when the signal comes
+            assert torch.equal(read(), whole)
+        assert torch.equal(read(), whole)
+    assert torch.equal(pending + 0, whole)
+    assert work_registry_size() == 0
+
+
+def interrupted_at_a_read(ctx: RankContext) -> None:
+    axis = mesh_axis(ctx.mesh(), 0)
+
+    finishes = 0
+
+    def finish(buffer: torch.Tensor) -> torch.Tensor:
+        nonlocal finishes
+        finishes += 1
+        buffer.add_(1)
+        raise KeyboardInterrupt
+
+    def launched(finish: Any = None) -> PendingLocal:
+        buffer = functional.all_reduce(torch.ones(3), "sum", axis.group)
+        return PendingLocal.in_flight(Launch("all_reduce", axis.group, buffer, finish), (3,))
+
+    # In the wait: the next read takes it up again.
+    value = launched()
+    with (
+        mock.patch.object(functional, "wait_tensor", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        value + 1
+    assert torch.equal(value + 1, torch.full((3,), 1.0 + axis.size))
+
+    # In the finish, which may work in place: it is not done twice.
+    value = launched(finish)
+    with pytest.raises(KeyboardInterrupt):
+        value + 1
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+            value + 1
+    assert finishes == 1
+    assert work_registry_size() == 0
+
+
+def interruptions(ctx: RankContext) -> None:
+    values(endings(2, interrupted))
+    values(endings(2, interrupted_at_a_read))
+
+
+def test_keyboard_interrupt_in_a_wait() -> None:
+    nursery(interruptions)
