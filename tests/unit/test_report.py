@@ -7,6 +7,7 @@ import sys
 import xml.etree.ElementTree as ET
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -205,9 +206,28 @@ def test_require_says_what_ran_unfused_and_why() -> None:
 # --- traces
 
 
+def viewable(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace, after a check that they are as the Trace Event Format wants them."""
+    trace = json.loads(path.read_text(), parse_constant=pytest.fail)  # no NaN, no Infinity
+    assert trace["displayTimeUnit"] == "ms"
+    named = set()
+    for event in trace["traceEvents"]:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event.get("args", {}), dict)
+        if event["ph"] == "M":
+            named.add((event["name"], event["pid"], event.get("tid")))
+            continue
+        assert ("process_name", event["pid"], 0) in named
+        assert ("thread_name", event["pid"], event["tid"]) in named
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0 if event["ph"] == "X" else (event["ph"], event["s"]) == ("i", "t")
+    return trace["traceEvents"]
+
+
 def test_trace_has_tracks_that_a_viewer_can_draw(tmp_path: Path) -> None:
     path = a_step(rank=3).to_chrome_trace(tmp_path / "trace.json")
-    events = json.loads(path.read_text())["traceEvents"]
+    events = viewable(path)
     assert events[0]["args"]["name"] == "rank 3"
     assert {event["pid"] for event in events} == {0}
     tracks = {
@@ -371,7 +391,7 @@ def test_runs_are_told_apart_by_name(tmp_path: Path) -> None:
     assert [recording.title for recording in read_trace(joined)] == titles
     assert [timeline.title for timeline in timelines(read_trace(joined))] == titles
     assert {timeline.communication[0][0].began for timeline in timelines(read_trace(joined))} == {0}
-    events = json.loads(joined.read_text())["traceEvents"]
+    events = viewable(joined)
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert list(named.values()) == titles
     page = (tmp_path / "p.html").read_text()
