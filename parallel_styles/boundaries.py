@@ -99,7 +99,8 @@ def as_layout(
         hyper = as_hyper(tensor)
         desired = desired or layouts
     else:
-        where = f"input of {module_name(module)}" if checking() else ""
+        named = module is not None and checking()
+        where = f"input of {module_name(module)}" if named else "from_local"
         hyper = local_to_hyper(tensor, mesh, layouts, async_backward=async_op, where=where)
     if desired is None or (hyper.device_mesh == mesh and _same_placements(hyper, desired)):
         return hyper

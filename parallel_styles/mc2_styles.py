@@ -31,7 +31,8 @@ class MC2ColwiseParallel(ColwiseParallel):
     Args:
         input_layouts: Shard of the sequence dim.
         output_layouts: placement of the output; Shard(-1) by default.
-        use_local_output: give a local tensor, not a HyperDTensor.
+        use_local_output: give a local tensor, not a HyperDTensor. A layer that is handed one takes
+            all ranks' to be of its size: uneven shards need False.
         kernel: ``ascend``, ``pipelined``, ``decomposed``, or ``auto``: ascend on npu, an error
             elsewhere.
         regather: save the sharded input for backward, not the gathered one, and gather it again.
@@ -102,7 +103,8 @@ class MC2RowwiseParallel(RowwiseParallel):
     Args:
         input_layouts: placement of the input if it is a plain tensor; Shard(-1) by default.
         output_layouts: Shard of the sequence dim.
-        use_local_output: give a local tensor, not a HyperDTensor.
+        use_local_output: give a local tensor, not a HyperDTensor. A layer that is handed one takes
+            all ranks' to be of its size: uneven shards need False.
         kernel: ``ascend``, ``pipelined``, ``decomposed``, or ``auto``: ascend on npu, an error
             elsewhere.
         chunks: pieces each rank's rows are cut into by the pipelined kernel.

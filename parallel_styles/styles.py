@@ -43,7 +43,8 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     Args:
         input_layouts: placement of the input if it is a plain tensor; Replicate() by default.
         output_layouts: placement of the output; Shard(-1) by default.
-        use_local_output: give a local tensor (pending until it is read), not a HyperDTensor.
+        use_local_output: give a local tensor (pending until it is read), not a HyperDTensor. A
+            layer that is handed one takes all ranks' to be of its size: uneven shards need False.
         async_op: False waits for each collective where it is launched, forward and backward.
 
     Raises:
@@ -94,7 +95,8 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
         input_layouts: placement of the input if it is a plain tensor; by default Shard(-1) for a
             Linear and Replicate() for an Embedding, whose indices no rank has only a part of.
         output_layouts: placement of the output; Replicate() by default.
-        use_local_output: give a local tensor (pending until it is read), not a HyperDTensor.
+        use_local_output: give a local tensor (pending until it is read), not a HyperDTensor. A
+            layer that is handed one takes all ranks' to be of its size: uneven shards need False.
         async_op: False waits for each collective where it is launched, forward and backward.
 
     Raises:
@@ -149,7 +151,8 @@ class SequenceParallel(torch_parallel.SequenceParallel):
 
     Args:
         sequence_dim: the tensor dim that is sharded.
-        use_local_output: give local tensors, not HyperDTensors.
+        use_local_output: give local tensors, not HyperDTensors. A layer that is handed one takes
+            all ranks' to be of its size: uneven shards need False.
         async_op: False waits for each collective where it is launched, forward and backward.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from pending_dtensor.consistency import check_consistent, checking
+from pending_dtensor.consistency import check_consistent, checking, holds
 from pending_dtensor.errors import InFlightInputModifiedError, ProcessGroupGoneError
 from pending_dtensor.events import named_in_profile, record_event
 from pending_dtensor.pending import Launch
@@ -42,8 +42,11 @@ def mesh_axis(mesh: DeviceMesh, axis: int) -> Axis:
         weakref.finalize(mesh, _axes.pop, id(mesh), None)
     found = axes.get(axis)
     if found is None:
-        group = mesh_axis_group(mesh, axis)
-        found = axes[axis] = Axis(group, mesh.size(axis), mesh.get_local_rank(axis))
+        try:
+            group = mesh_axis_group(mesh, axis)
+            found = axes[axis] = Axis(group, mesh.size(axis), mesh.get_local_rank(axis))
+        except (RuntimeError, ValueError) as error:
+            raise _group_gone(f"that of axis {axis}", mesh) from error
     return found
 
 
@@ -73,8 +76,8 @@ def all_gather(local: torch.Tensor, dim: int, axis: Axis, sizes: Sequence[int]) 
     full = max(sizes)
     shape = _with_size(local.shape, dim, sum(sizes))
     if checking():
-        holds = _holds(local.size(dim), sizes[axis.rank])
-        _check("all_gather", local, axis, shape=shape, dim=dim, sizes=tuple(sizes), holds=holds)
+        held = holds(local.size(dim), sizes[axis.rank])
+        _check("all_gather", local, axis, shape=shape, dim=dim, sizes=tuple(sizes), holds=held)
     if math.prod(shape) == 0:
         return PendingLocal.ready(local.new_empty(shape))
     part = _pad(local.detach(), dim, full).contiguous()
@@ -274,9 +277,9 @@ def all_to_all(
     """
     shape = _with_size(local.shape, gather_dim, sum(gather_sizes))
     if checking():
-        holds = _holds(local.size(gather_dim), gather_sizes[axis.rank])
+        held = holds(local.size(gather_dim), gather_sizes[axis.rank])
         dims = (gather_dim, scatter_dim)
-        _check("all_to_all", local, axis, shape=shape, dims=dims, holds=holds)
+        _check("all_to_all", local, axis, shape=shape, dims=dims, holds=held)
     shape = _with_size(shape, scatter_dim, scatter_sizes[axis.rank])
     if sum(gather_sizes) * sum(scatter_sizes) == 0 or _rest(local, gather_dim, scatter_dim) == 0:
         return PendingLocal.ready(local.new_empty(shape))
@@ -320,19 +323,19 @@ def _start(op: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
         group = args[-1]
         if group_is_alive(group):
             raise
-        raise ProcessGroupGoneError(
-            f"Expected a process group to be alive, got {group!r}, which was destroyed or never "
-            f"made ({op} of shape {tuple(tensor.shape)}). Make a new DeviceMesh after "
-            f"init_process_group and distribute the tensor again."
-        ) from error
+        raise _group_gone(repr(group), f"{op} of shape {tuple(tensor.shape)}") from error
+
+
+def _group_gone(group: str, where: object) -> ProcessGroupGoneError:
+    return ProcessGroupGoneError(
+        f"Expected a process group to be alive, got {group}, which was destroyed or never "
+        f"made ({where}). Make a new DeviceMesh after init_process_group and distribute the tensor "
+        f"again."
+    )
 
 
 def _check(what: str, local: torch.Tensor, axis: Axis, **facts: Any) -> None:
     check_consistent(what, axis.group, **facts, dtype=local.dtype)
-
-
-def _holds(size: int, planned: int) -> str:
-    return "as planned" if size == planned else f"{size} long instead of {planned}"
 
 
 def _with_size(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

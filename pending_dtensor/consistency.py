@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pending_dtensor.errors import InconsistentRanksError
-from pending_dtensor.torch_compat import resolve_group
+from pending_dtensor.torch_compat import describe_group, resolve_group
 
 
 class _Check:
@@ -28,7 +28,8 @@ def debug_consistency() -> Iterator[None]:
     an all_gather_object for each collective. ``PENDING_DTENSOR_CHECK=1`` in the environment does
     the same for a whole run.
 
-    A rank that starts no collective at all is found by the group's timeout only.
+    A rank that starts no collective at all is found by the group's timeout only; the error then
+    says what this rank was about to do.
     """
     _Check.depth += 1
     try:
@@ -51,14 +52,21 @@ def check_consistent(what: str, group: str, **facts: Any) -> None:
         facts: what must be the same on every rank.
 
     Raises:
-        InconsistentRanksError: they differ; raised on every rank.
+        InconsistentRanksError: they differ, raised on every rank; or a rank did not come.
     """
     if not _Check.depth:
         return
     process_group = resolve_group(group)
     mine = f"{what} of " + ", ".join(f"{name} {value}" for name, value in facts.items())
     found: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(found, mine, group=process_group)
+    try:
+        dist.all_gather_object(found, mine, group=process_group)
+    except RuntimeError as error:
+        raise InconsistentRanksError(
+            f"Expected every rank of {describe_group(group)} to start the same collective, got "
+            f"{type(error).__name__}: {error} (debug_consistency; this rank was about to do "
+            f"{mine}). See on the other ranks what they did instead."
+        ) from error
     if any(other != mine for other in found):
         listing = "\n".join(f"  rank {rank}: {other}" for rank, other in enumerate(found))
         raise InconsistentRanksError(
@@ -66,3 +74,8 @@ def check_consistent(what: str, group: str, **facts: Any) -> None:
             f"(debug_consistency; nothing was sent). Check that all ranks take the same path, and "
             f"that local shards are even, or go in with from_local(shape=..., stride=...)."
         )
+
+
+def holds(size: int, planned: int) -> str:
+    """A fact for `check_consistent`: whether this rank's part has the size that the spec says."""
+    return "as planned" if size == planned else f"{size} long instead of {planned}"

@@ -34,6 +34,8 @@ if TYPE_CHECKING or IN_RANK_PROCESS:
 # Of the step that goes wrong; all that has to go right gets the time that a busy machine needs.
 TIMEOUT_S = 3.0
 LIMIT_S = 60.0
+# For the other ranks, once one has raised: most likely they wait for it.
+GRACE_S = 5.0
 
 
 def nursery(body: Callable[..., Any], *args: Any) -> Any:
@@ -100,7 +102,9 @@ class Family:
                 read = os.read(pipe, 1 << 16)
                 open_pipes[pipe].extend(read)
                 if not read:
-                    del open_pipes[pipe]
+                    answer = open_pipes.pop(pipe)
+                    if answer and pickle.loads(answer).raised:
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
         self._kill()
         endings = []
         for pid, answer in zip(self.pids, answers, strict=True):

@@ -100,8 +100,8 @@ def noting_points(at: Callable[[str], None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for what, owner, attribute in (
             ("launch", collectives, "_start"),
-            ("launch", pipelined, "_exchange"),
-            ("launch", pipelined, "_start_all_to_all"),
+            ("launch", pipelined, "exchange_rows"),
+            ("launch", pipelined, "exchange_rows_in_flight"),
             ("launch", row_collectives, "note_launch"),
             ("wait", pipelined, "wait"),
             ("wait", Pending, "_finish_wait"),

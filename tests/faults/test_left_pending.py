@@ -11,9 +11,9 @@ from tests.faults.families import (
     TIMEOUT_S,
     be_impatient,
     endings,
+    join,
     meet,
     nursery,
-    regroup,
     values,
     within,
 )
@@ -89,7 +89,7 @@ def destroyed(ctx: RankContext) -> None:
         dist.destroy_process_group()
     del trainee
     meet(ctx)
-    regroup(ctx.rank, ctx.world_size)
+    join(ctx.rank, ctx.world_size)
     Trainee(ctx, "pipelined").check()
     check_values(ctx, pending_values(ctx))
     assert work_registry_size() == 0

@@ -15,7 +15,8 @@ _CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 # A test file, and the tests that are named after it.
 _TESTS = re.compile(
-    r"`((?:tests/)?(?:unit|distributed|ascend)/[\w/]+\.py)`((?:[:,]\s+`test_\w+`)*)"
+    r"`((?:tests/)?(?:unit|distributed|ascend|faults|properties)/[\w/]+\.py)`"
+    r"((?:[:,]\s+`test_\w+`)*)"
 )
 
 

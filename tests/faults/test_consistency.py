@@ -1,0 +1,247 @@
+"""`debug_consistency`: ranks that disagree are told so, all of them, before anything is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.common.distributed_launcher import IN_RANK_PROCESS, RankContext
+from tests.faults.families import be_impatient, endings, meet, nursery, values
+from tests.faults.fault_points import KINDS
+
+if IN_RANK_PROCESS:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard
+
+    from mc2 import fused_calls
+    from parallel_styles import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+    from pending_dtensor import (
+        HyperDTensor,
+        collectives,
+        consistency,
+        debug_consistency,
+        hyper_dtensor,
+        record_overlap,
+    )
+    from pending_dtensor.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+    from pending_dtensor.errors import InconsistentRanksError
+    from pending_dtensor.hyper_dtensor import redistribute_deferred
+    from pending_dtensor.torch_compat import work_registry_size
+    from tests.common.mc2_models import fused, upstream
+    from tests.common.sharded_models import MLP, part, whole_numbers, with_whole_numbers
+    from tests.faults.fault_points import SEQ, Trainee, noting_points
+
+
+def refused(disagree: Callable[[], object], *sides: str, launches: int = 0) -> None:
+    """Asserts that every rank raises and shows each of ``sides``, before anything more is sent.
+
+    Args:
+        disagree: does different things on different ranks.
+        sides: what the message says, rank by rank.
+        launches: messages that are sent before the ranks part.
+    """
+    launched: list[str] = []
+    with debug_consistency(), noting_points(launched.append):
+        with pytest.raises(InconsistentRanksError) as failure:
+            disagree()
+        message = str(failure.value)
+    del failure
+    assert message.startswith("Expected the same collective on every rank of group '0', got\n")
+    assert "nothing was sent" in message
+    for rank, side in enumerate(sides):
+        assert f"\n  rank {rank}: {side}" in message, message
+    assert launched.count("launch") == launches
+    assert work_registry_size() == 0
+
+
+def collectives_that_differ(ctx: RankContext) -> None:
+    rank = ctx.rank
+    axis = collectives.mesh_axis(ctx.mesh(), 0)
+
+    def gather(rows: int = 2, dtype: Any = torch.float32, dim: int = 0) -> Any:
+        return all_gather(torch.ones(rows, 2, dtype=dtype), dim, axis, [2, 2])
+
+    refused(
+        lambda: all_reduce(torch.ones(2 + rank), axis, "sum"),
+        "all_reduce of shape (2,), op sum, dtype torch.float32",
+        "all_reduce of shape (3,), op sum, dtype torch.float32",
+    )
+    refused(lambda: gather(2 + rank), "all_gather of", "all_gather of")
+    refused(lambda: gather(dtype=(torch.float32, torch.float64)[rank]), "all_gather", "all_gather")
+    refused(lambda: gather(dim=rank), "all_gather", "all_gather")
+    refused(
+        lambda: all_reduce(torch.ones(2), axis, ("sum", "max")[rank]), "all_reduce", "all_reduce"
+    )
+    refused(
+        lambda: reduce_scatter(torch.ones(4, 2 + rank), 0, axis, [2, 2], "sum"),
+        "reduce_scatter of shape (4, 2)",
+        "reduce_scatter of shape (4, 3)",
+    )
+    refused(
+        lambda: all_to_all(torch.ones(2, 4 + 2 * rank), 0, 1, axis, [2, 2], [2 + rank] * 2),
+        "all_to_all of shape (4, 4)",
+        "all_to_all of shape (4, 6)",
+    )
+    # Another order, and one that is left out.
+    both = [lambda: all_reduce(torch.ones(2), axis, "sum"), gather]
+    refused(lambda: [start() for start in both[:: 1 - 2 * rank]], "all_reduce of", "all_gather of")
+    refused(lambda: [start() for start in both[rank:]], "all_reduce of", "all_gather of")
+
+    # One starts early what the others leave deferred, and go on from.
+    def starts_early() -> None:
+        shard = HyperDTensor.from_local(torch.ones(2, 3), ctx.mesh(), [Shard(0)])
+        gathered = redistribute_deferred(shard, [Replicate()]).to_local()
+        if rank == 0:
+            gathered.start()
+        else:
+            all_reduce(torch.ones(2), axis, "sum")
+
+    refused(starts_early, "all_gather of shape (4, 3)", "all_reduce of shape (2,)")
+
+
+def layers_that_differ(ctx: RankContext) -> None:
+    rank, mesh = ctx.rank, ctx.mesh()
+
+    def styled(kind: str, model: Any, *, local: bool = True, chunks: int = 2) -> Any:
+        if kind == "styles":
+            column = ColwiseParallel(input_layouts=Shard(SEQ), use_local_output=local)
+            row = RowwiseParallel(output_layouts=Shard(SEQ), use_local_output=local)
+            return parallelize_module(model, mesh, {"w1": column, "w2": row})
+        cut: dict[str, Any] = {"chunks": chunks} if kind == "pipelined" else {}
+        return fused(ctx, model, SEQ, kind, mesh=mesh, local=local, row=cut, **cut)
+
+    def mlp() -> MLP:
+        return with_whole_numbers(MLP(6, 12))
+
+    for kind in KINDS:
+        class_name = "Linear" if kind == "styles" else "MC2Linear"
+        model = styled(kind, mlp())
+        # Uneven shards taken for even ones; of a sequence of 1, one rank has nothing.
+        for sizes in ((3, 2), (1, 0)):
+            local = whole_numbers(2, sizes[rank], 6)
+            sides = [
+                f"input of module 'w1' ({class_name}) of shape (2, {size}, 6)" for size in sizes
+            ]
+            refused(lambda: model(local), *sides)  # noqa: B023 - called at once
+        # With their global shape they are right.
+        x = whole_numbers(2, 5, 6)
+        whole_model = mlp()
+        hyper = HyperDTensor.from_local(
+            x.split([3, 2], SEQ)[rank], mesh, [Shard(SEQ)], shape=x.shape, stride=x.stride()
+        )
+        with debug_consistency():
+            out = styled(kind, mlp(), local=False)(hyper).full_tensor()
+        assert torch.equal(out, whole_model(x))
+
+        # Backward: one rank wants the input's gradient, the other does not.
+        def backward() -> None:
+            source = part(whole_numbers(2, 4, 6), SEQ).requires_grad_(rank == 0)
+            out = model(source)  # noqa: B023 - called at once
+            out.backward(part(upstream((2, 4, 6), out.dtype), SEQ))
+            all_reduce(torch.ones(2), collectives.mesh_axis(mesh, 0), "sum")
+
+        scattering = "reduce_scatter" if kind == "styles" else f"{kind} matmul_reduce_scatter"
+        sent = {"styles": 3, "pipelined": 6, "decomposed": 3}[kind]
+        refused(backward, f"{scattering} of shape (2, 4, 6)", "all_reduce of", launches=sent)
+
+    # The fused kernels would cut their messages differently.
+    cut = styled("pipelined", mlp(), chunks=1 + rank)
+    refused(
+        lambda: cut(whole_numbers(2, 2, 6)),
+        "pipelined all_gather_matmul of shape (2, 4, 6)",
+        "pipelined all_gather_matmul of shape (2, 4, 6)",
+    )
+    uneven = whole_numbers(2, 3 - rank, 6)
+    for style in (
+        SequenceParallel(),
+        PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    ):
+        norm = parallelize_module(torch.nn.LayerNorm(6), mesh, style)
+        where = "input of LayerNorm" if isinstance(style, SequenceParallel) else "from_local"
+        refused(lambda: norm(uneven), *(f"{where} of shape (2, {n}, 6)" for n in (3, 2)))  # noqa: B023
+    refused(
+        lambda: HyperDTensor.from_local(torch.ones(2 - rank, 3), mesh, [Shard(0)]).redistribute(
+            placements=[Replicate()]
+        ),
+        "from_local of shape (2, 3)",
+        "from_local of shape (1, 3)",
+    )
+
+
+def noticed(ctx: RankContext) -> None:
+    collectives_that_differ(ctx)
+    layers_that_differ(ctx)
+    Trainee(ctx, "pipelined").check()
+
+
+def who_starts_nothing_is_named_by_what_the_others_do(ctx: RankContext) -> None:
+    axis = collectives.mesh_axis(ctx.mesh(), 0)
+    be_impatient()
+    meet(ctx)
+    if ctx.rank == 0:
+        expected = (
+            r"every rank of group '0' \(default_pg, ranks 0, 1\) to start the same collective, got "
+            r"RuntimeError: .*this rank was about to do all_reduce of shape \(2,\)"
+        )
+        with debug_consistency(), pytest.raises(InconsistentRanksError, match=expected):
+            all_reduce(torch.ones(2), axis, "sum")
+    meet(ctx)
+
+
+def every_collective_once(ctx: RankContext) -> None:
+    """Of those that agree, each is compared, forward and backward, and none is while it is off."""
+    with mock.patch.dict(os.environ, PENDING_DTENSOR_CHECK="1"):
+        assert runpy.run_path(consistency.__file__)["checking"]()
+    compared: list[str] = []
+
+    def noting(what: str, *args: Any, **facts: Any) -> None:
+        compared.append(what)
+        consistency.check_consistent(what, *args, **facts)
+
+    for kind in KINDS:
+        trainee = Trainee(ctx, kind)
+        with contextlib.ExitStack() as stack:
+            for module in (collectives, fused_calls, hyper_dtensor):
+                stack.enter_context(mock.patch.object(module, "check_consistent", noting))
+            stack.enter_context(mock.patch.object(dist, "all_gather_object", AssertionError))
+            trainee.step()
+        assert compared == []
+        with contextlib.ExitStack() as stack:
+            for module in (collectives, fused_calls, hyper_dtensor):
+                stack.enter_context(mock.patch.object(module, "check_consistent", noting))
+            stack.enter_context(debug_consistency())
+            log = stack.enter_context(record_overlap())
+            trainee.step()
+        fused_as = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
+        assert [what for what in compared if "input" not in what and what != "from_local"] == [
+            event.kind if event.kernel == "unfused" else f"{event.kernel} {fused_as[event.kind]}"
+            for event in log.events
+        ]
+        assert len(log.events) == 5
+        compared.clear()
+
+
+def in_families(ctx: RankContext) -> None:
+    for body in (
+        noticed,
+        who_starts_nothing_is_named_by_what_the_others_do,
+        every_collective_once,
+    ):
+        values(endings(2, body))
+
+
+def test_ranks_that_disagree() -> None:
+    nursery(in_families)
