@@ -136,6 +136,22 @@ def test_on_a_gpu_what_no_other_kernel_runs_beside_is_exposed(tmp_path: Path) ->
     assert log.summary()["hidden_fraction"] == pytest.approx(0.7)
 
 
+def test_two_exposed_kernels_at_once_count_once(tmp_path: Path) -> None:
+    log = OverlapLog.from_trace(
+        written(
+            tmp_path,
+            span("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 0, 10, "kernel"),
+            span("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclWork)", 5, 20, "kernel"),
+            span("sm90_xmma_gemm_f32f32", 15, 20, "kernel"),
+        )
+    )
+    assert [(event.kind, event.exposed_s) for event in log.events] == [
+        ("send_recv", pytest.approx(0.010)),
+        ("all_reduce", pytest.approx(0.005)),
+    ]
+    assert log.summary()["hidden_fraction"] == pytest.approx(0.25)
+
+
 def test_report_joins_profiles_zipped_or_not(tmp_path: Path) -> None:
     events = [work("all_reduce", 0, 10), *wait("all_reduce", 4, 10), span("aten::mm", 0, 4)]
     plain, other = written(tmp_path, *events), written(tmp_path, *events, rank=1)
