@@ -70,6 +70,13 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 
 
 @functools.cache
+def _is_composite_view(op: torch._ops.OpOverload) -> bool:
+    # In inference mode autograd does not take them apart on the way here. Whether they make a view,
+    # or a copy as ``to`` and ``reshape`` may, only their parts tell.
+    return op._schema._is_view_op() and op._can_decompose()
+
+
+@functools.cache
 def _is_mutable(op: torch._ops.OpOverload) -> bool:
     return op._schema.is_mutable
 
@@ -353,6 +360,12 @@ class PendingLocal(AsyncCollectiveTensor):
         first = args[0] if args else None
         if not isinstance(first, PendingLocal):
             return _read(func, args, kwargs)
+        if _is_composite_view(func):
+            return func.decompose(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and _is_view(func) and not first.is_inference():
+            # In inference mode too a view of a tensor that autograd knows must be one.
+            with torch.inference_mode(False):
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         if first.completed and first.recipe is not None and _is_view(func):
             # A fused rule completed it, and another may ask for its recipe still.
             return _pending_view(func, first, args[1:], kwargs)
@@ -454,10 +467,6 @@ def _pending_view(
     kwargs: dict[str, Any],
 ) -> Any:
     """A view that stays pending: its steps are replayed on the value once that is there."""
-    if torch.is_inference_mode_enabled() and not tensor.is_inference():
-        # In inference mode too a view of a tensor that autograd knows must be one.
-        with torch.inference_mode(False):
-            return _pending_view(func, tensor, args, kwargs)
     if func in (aten.detach.default, aten.alias.default):
         return tensor.alias()
     shapes = func(_metadata_twin(tensor), *args, **kwargs)

@@ -47,7 +47,10 @@ def same_bits(got: Any, expected: Any, name: str = "") -> None:
 
     described, wanted = ((t.dtype, tuple(t.shape)) for t in (got, expected))
     assert described == wanted, f"{name}: got {described}, expected {wanted}"
-    one, other = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (got, expected))
+    one, other = (
+        t.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        for t in (got, expected)
+    )
     assert torch.equal(one, other), f"{name}: got {got}, expected {expected}"
 
 

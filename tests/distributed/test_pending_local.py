@@ -990,7 +990,28 @@ def test_views_in_inference_mode_of_a_value_made_outside(ctx: RankContext) -> No
         same(turned, whole().t())
         same(parts, whole().split(2))
         same(alias, whole())
-    assert not any(view.is_inference() for view in (turned, *parts, alias))
+        again = views[0].t()  # of a value that is there by now
+        same(again, whole().t())
+    assert not any(view.is_inference() for view in (turned, *parts, alias, again))
+
+
+@on_ranks(2)
+def test_a_copy_in_inference_mode_is_made_when_asked_for(ctx: RankContext) -> None:
+    """There ops like ``to`` come whole, which say that they may give a view."""
+    with torch.inference_mode():
+        for copied in (
+            lambda x: x.double(),
+            lambda x: x.t().reshape(-1),
+            lambda x: x.t().flatten(),
+        ):
+            pending = started_here(ctx)
+            copy_ = copied(pending)
+            pending.add_(1)
+            same(copy_, copied(whole()))
+        view = started_here(ctx).reshape(5, 3).flatten()
+        assert isinstance(view, PendingLocal)
+        assert view.state is PendingState.IN_FLIGHT
+        same(view, whole().flatten())
 
 
 @on_ranks(2)

@@ -77,7 +77,7 @@ WRITES: dict[str, Op] = {
     "set a mask": lambda x, y, k: x.__setitem__(x > 0, k),
     "set from another": lambda x, y, k: x.__setitem__(slice(None), fitting(y, x)),
     "index_fill_": lambda x, y, k: nothing(x.index_fill_(0, torch.tensor([0]), k)),
-    "index_add_": lambda x, y, k: nothing(x.index_add_(0, torch.tensor([0]), x.detach()[:1])),
+    "index_add_": lambda x, y, k: nothing(x.index_add_(0, torch.tensor([0]), x[:1].clone())),
     "masked_fill_": lambda x, y, k: nothing(x.masked_fill_(fitting(y, x) > k, 1)),
     "transpose_": lambda x, y, k: nothing(x.transpose_(0, -1)),
     "unsqueeze_": lambda x, y, k: nothing(x.unsqueeze_(0)),
@@ -86,7 +86,7 @@ WRITES: dict[str, Op] = {
     "to data": lambda x, y, k: nothing(x.data.add_(k)),
     "to detached": lambda x, y, k: nothing(x.detach().mul_(2)),
     "to numpy": lambda x, y, k: nothing(x.detach().numpy().__iadd__(1)),
-    "out=": lambda x, y, k: nothing(torch.mul(fitting(y, x), 2, out=x)),
+    "out=": lambda x, y, k: nothing(torch.mul(fitting(y, x).detach(), k, out=x.detach())),
     "foreach": lambda x, y, k: nothing(torch._foreach_add_([x], k)),
 }
 READS: dict[str, Op] = {
@@ -128,7 +128,7 @@ READS: dict[str, Op] = {
     "index with a tensor": lambda x, y, k: x[y.flatten()[:2].long() % max(len(x), 1)],
     "index with a mask": lambda x, y, k: x[x > 0],
     "gather": lambda x, y, k: x.gather(0, torch.zeros_like(x, dtype=torch.int64)),
-    "take": lambda x, y, k: x.take(torch.tensor([k, 0])),
+    "take": lambda x, y, k: x.take(torch.tensor([-1, 0])),
     "masked_select": lambda x, y, k: x.masked_select(fitting(y, x) > 0),
     "nonzero": lambda x, y, k: x.nonzero(),
     "embedding": lambda x, y, k: F.embedding(torch.tensor([0, 1]), rows(x)),
@@ -150,7 +150,7 @@ READS: dict[str, Op] = {
     "equal": lambda x, y, k: torch.equal(x, y),
     "in": lambda x, y, k: k in x,
     "address": lambda x, y, k: (x.data_ptr() - x.untyped_storage().data_ptr()) // x.itemsize,
-    "metadata": lambda x, y, k: (x.shape, x.stride(), x.dtype, x.is_leaf, x.requires_grad, len(x)),
+    "metadata": lambda x, y, k: (x.shape, x.stride(), x.dtype, len(x)),
     "hook": lambda x, y, k: nothing(x.register_hook(lambda grad: grad * 2)),
 }
 OPS = VIEWS | WRITES | {f"read: {name}": op for name, op in READS.items()}

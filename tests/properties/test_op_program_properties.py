@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any, NamedTuple
 from unittest import mock
@@ -59,6 +58,7 @@ class Program(NamedTuple):
     late: int
 
 
+mostly = st.sampled_from([True, True, False])
 MOVES = ["S1 R", "S0 R", "P R", "S0 S1", "P S1", "P S0", "S1 S0", "S0 R S0", "S1 R S1 R", "R S0"]
 
 inputs = st.builds(
@@ -67,8 +67,8 @@ inputs = st.builds(
     st.sampled_from([3, 2, 1, 4]),
     st.sampled_from([4, 2, 1, 3]),
     st.sampled_from(["float32", "float32", "bfloat16", "float64", "int64"]),
-    st.booleans(),
-    st.booleans(),
+    mostly,
+    mostly,
 )
 some = st.lists(st.integers(0, 11), max_size=5).map(tuple)
 programs = st.builds(
@@ -93,10 +93,10 @@ def test_a_program_on_pending_tensors(ctx: RankContext, program: Program) -> Non
         got, alive = outcome(ctx, program, async_op=True)
         assert len(got) == len(expected)
         for one, other in zip(got, expected, strict=True):
-            equal(one, other)
+            # In inference mode torch says of some views that they require a gradient.
+            equal(one, other, graph=program.mode != "inference")
         del got, one
         alive.clear()
-        gc.collect()
     assert work_registry_size() == 0
     assert all(len(event.waits) <= 1 for event in log.events), log.events
     assert waits.call_count == len(log.events)
@@ -108,13 +108,13 @@ def counted_waits() -> Any:
     return mock.patch.object(functional, "wait_tensor", mock.Mock(wraps=functional.wait_tensor))
 
 
-def equal(got: Any, expected: Any) -> None:
+def equal(got: Any, expected: Any, graph: bool) -> None:
     """Asserts that a thing seen of the one run is what was seen of the other."""
     if not isinstance(expected, torch.Tensor):
         assert got == expected
         return
     described, wanted = (in_graph(tensor) for tensor in (got, expected))
-    assert described == wanted, f"got {described}, expected {wanted}"
+    assert described == wanted or not graph, f"got {described}, expected {wanted}"
     finished = materialized(got)
     assert (type(finished), finished.stride()) == (type(expected), expected.stride())
     same_bits(finished, expected)
@@ -144,13 +144,13 @@ def outcome(ctx: RankContext, program: Program, *, async_op: bool) -> tuple[list
     with MODES[program.mode]():
         seen = run(values, program.steps)
         try:
-            chosen = [values[index] for index in program.loss if index < len(values)]
+            chosen = [values[index % len(values)] for index in program.loss]
             losses = [value.double().sum() for value in chosen if value.requires_grad]
             if losses:
                 torch.stack(losses).sum().backward()
         except RuntimeError as error:
             seen.append(type(error))
-        seen += [values[index] for index in program.reads if index < len(values)]
+        seen += [values[index % len(values)] for index in program.reads]
         seen += [leaf.grad for leaf in leaves]
     return seen, values
 

@@ -94,12 +94,14 @@ def cases(draw: st.DrawFn, axes: int) -> Case:
     on_the_way = {name for names in (source, *(m.target for m in moves)) for name in names}
     # Torch turns no Partial into another.
     gradients = wholes if on_the_way & set(PARTIALS[1:]) else wholes | st.just("Psum")
+    # The division by the ranks rounds, and would be before or after the sum of an expansion.
+    layouts = LAYOUTS[:-1] if "Pavg" in source else LAYOUTS
     return Case(
         source,
         tuple(moves),
         shape,
         dtype,
-        layout=draw(st.sampled_from(LAYOUTS)),
+        layout=draw(st.sampled_from(layouts)),
         tell_shape=draw(st.booleans()),
         mode=draw(st.sampled_from(MODE_NAMES)),
         leave=draw(st.booleans()),
