@@ -228,7 +228,9 @@ class Kernel(ABC):
         keep = (gather_output or product_later) and layout.ranks > 1
         schedule = self.schedule(layout, shard, chunks)
         args = (
-            shard.contiguous(),
+            # Flattened, so that one feature has stride 1: torch calls any stride of it contiguous,
+            # and takes none other apart into the bytes that are sent.
+            shard.contiguous().flatten().view(shard.shape),
             list(weights),
             layout.outer,
             layout.sizes,

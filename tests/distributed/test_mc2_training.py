@@ -497,6 +497,23 @@ def test_others_may_read_what_a_fused_layer_has_gathered(ctx: RankContext, kerne
 
 
 @each_kernel
+@on_ranks(2, 4)
+def test_rows_of_one_feature_may_have_any_stride(ctx: RankContext, kernel: str) -> None:
+    """Transposed, they are contiguous to torch all the same, and are sent as bytes."""
+    x, grad = (whole_numbers(1, 8, seed=seed) for seed in (0, 1))
+    reference = make(MLP, 1, 4)
+    leaf = x.clone().requires_grad_()
+    reference(leaf.t()).t().backward(grad)
+    model = fused(ctx, make(MLP, 1, 4), 0, kernel, row={"chunks": 1}, chunks=1)
+    source = part(x, 1).requires_grad_()
+    model(source.t()).t().backward(part(grad, 1))
+    equal(
+        {"x": source.grad, **gradients(model)},
+        {"x": part(leaf.grad, 1), **gradients(reference)},
+    )
+
+
+@each_kernel
 @on_ranks(2)
 def test_second_derivatives_are_refused(ctx: RankContext, kernel: str) -> None:
     for name, before in (("w1", 1), ("w2", 2)):
