@@ -146,7 +146,7 @@ def outcome(ctx: RankContext, program: Program, *, async_op: bool) -> tuple[list
         try:
             chosen = [values[index % len(values)] for index in program.loss]
             losses = [value.double().sum() for value in chosen if value.requires_grad]
-            if losses:
+            if losses and program.mode == "grad":
                 torch.stack(losses).sum().backward()
         except RuntimeError as error:
             seen.append(type(error))
