@@ -62,7 +62,7 @@ VIEWS: dict[str, Op] = {
     "alias": lambda x, y, k: torch.ops.aten.alias(x),
     "view_as": lambda x, y, k: x.view_as(x),
     "reshape": lambda x, y, k: x.reshape(-1, x.shape[0]),
-    "wait": lambda x, y, k: x.wait() if isinstance(x, PendingLocal) else x,
+    "wait": lambda x, y, k: waited(x.detach()),
 }
 WRITES: dict[str, Op] = {
     "add_": lambda x, y, k: nothing(x.add_(fitting(y, x))),
@@ -213,6 +213,10 @@ def fitting(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def nothing(_: object) -> None:
     """For an op that only writes."""
+
+
+def waited(x: torch.Tensor) -> torch.Tensor:
+    return x.wait() if isinstance(x, PendingLocal) else x
 
 
 def saved_and_loaded(value: torch.Tensor) -> Any:
