@@ -15,6 +15,9 @@ from tests.common.distributed_launcher import IN_RANK_PROCESS, RankContext
 from tests.faults.families import be_impatient, endings, meet, nursery, values
 from tests.faults.fault_points import KINDS
 
+# Python 3.12 warns of a fork beside other threads: here the launcher's, which only waits.
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+
 if IN_RANK_PROCESS:
     import torch
     import torch.distributed as dist

@@ -13,6 +13,9 @@ from tests.common.script_on_ranks import run_script_on_ranks
 from tests.faults.families import be_impatient, endings, meet, nursery, regroup, values
 from tests.faults.fault_points import KINDS
 
+# Python 3.12 warns of a fork beside other threads: here the launcher's, which only waits.
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+
 if IN_RANK_PROCESS:
     from pending_dtensor.torch_compat import work_registry_size
     from tests.faults.fault_points import (

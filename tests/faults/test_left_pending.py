@@ -18,6 +18,9 @@ from tests.faults.families import (
     within,
 )
 
+# Python 3.12 warns of a fork beside other threads: here the launcher's, which only waits.
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+
 if IN_RANK_PROCESS:
     import torch
     import torch.distributed as dist
