@@ -265,5 +265,5 @@ class FusedRuleMachine(RuleBasedStateMachine):
         assert launched == [launched[0]] * self.setup.ranks
 
 
-FusedRuleMachine.TestCase.settings = settings(examples(60), stateful_step_count=30)
+FusedRuleMachine.TestCase.settings = settings(examples(50), stateful_step_count=30)
 TestFusedRules = FusedRuleMachine.TestCase

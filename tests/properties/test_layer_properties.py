@@ -351,7 +351,7 @@ def check_case(ctx: RankContext, case: Case) -> None:
         check_runs(ctx, case)
 
 
-@examples(40)
+@examples(30)
 @given(case=cases())
 @on_ranks(2, 3, 4, keep_if_all_raise=True)
 def test_layers_equal_those_of_one_device(ctx: RankContext, case: Case) -> None:
