@@ -245,7 +245,8 @@ class PendingLocal(AsyncCollectiveTensor):
         if value is None:
             value = self.pending.materialize(consumer)
             if self._steps:
-                with torch.no_grad():
+                # As in the dispatcher: the view of what autograd knows is no inference tensor.
+                with torch.inference_mode(self.is_inference()), torch.no_grad():
                     value = _replay(value, self._steps)
             self._value = value
         return value

@@ -992,6 +992,8 @@ def test_views_in_inference_mode_of_a_value_made_outside(ctx: RankContext) -> No
         same(alias, whole())
         again = views[0].t()  # of a value that is there by now
         same(again, whole().t())
+        again = parts[0].t()  # of a view that has been read
+        same(again, whole().split(2)[0].t())
     assert not any(view.is_inference() for view in (turned, *parts, alias, again))
 
 
