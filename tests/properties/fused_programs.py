@@ -237,7 +237,7 @@ class Replay:
 
     def misread(self, step: Step) -> None:
         ((x, _),) = self.pairs(step)
-        NON_MATCHING_READS[step.args[0] % len(NON_MATCHING_READS)](x)
+        NON_MATCHING_READS[step.args[0]](x)
 
     def read(self, step: Step) -> None:
         ((x, _),) = self.pairs(step)

@@ -20,7 +20,6 @@ from tests.common.property_profiles import examples
 from tests.properties.fused_programs import PARAMETERS, Options, Setup, Step, replay
 
 AG, RS = "all_gather", "reduce_scatter"
-MOST_TERMS = 8
 FALLBACK = ("fallback", "unfused")
 
 setups = st.builds(
@@ -52,14 +51,15 @@ class Value:
         state: ``deferred``, ``fused`` (a gather that a kernel made), ``started``, or ``ready``.
         kernel: that a deferred matmul waits for.
         bias: whether a bias is to be added to it.
-        terms: of which it is the sum.
+        used: whether a ``partial`` has gone into an op. Its gradient may be a deferred gather,
+            which autograd could not add to another; layers, too, use what they reduce once.
     """
 
     kind: str
     state: str = "ready"
     kernel: str = ""
     bias: bool = False
-    terms: int = 1
+    used: bool = False
 
     @property
     def is_deferred(self) -> bool:
@@ -71,11 +71,14 @@ class Value:
         return self.kind != "gather" or not self.is_deferred
 
 
-def needs(kind: str, deferred: bool = False) -> Any:
-    """A rule for programs that have a value of a kind."""
-    return precondition(
-        lambda machine: machine.numbers(lambda v: v.kind == kind and v.is_deferred >= deferred)
-    )
+def is_partial(value: Value) -> bool:
+    """Whether it is a partial that may go into an op."""
+    return value.kind == "partial" and not value.used
+
+
+def is_deferred_gather(value: Value) -> bool:
+    """Whether it is a gather that nobody has made."""
+    return value.kind == "gather" and value.is_deferred
 
 
 class FusedRuleMachine(RuleBasedStateMachine):
@@ -161,24 +164,27 @@ class FusedRuleMachine(RuleBasedStateMachine):
     def scatter(self, pick: int, how: str) -> None:
         """Rule B; unfused if the matmul was read before."""
         assert self.setup is not None
-        if not self.numbers(lambda value: value.kind == "partial"):
+        if not self.numbers(is_partial):
             self.row(pick, 0, False, Options())
-        number = self.pick(pick, lambda value: value.kind == "partial")
+        number = self.pick(pick, is_partial)
         partial = self.values[number]
+        partial.used = True
         args = (self.setup.sequence_dim, how)
         events = [(RS, partial.kernel if partial.is_deferred else "unfused")]
         self.note("reduce", number, args=args, makes=Value("shard"), events=events)
 
-    @needs("partial")
+    @precondition(lambda self: self.numbers(is_partial))
     @rule(pick=picks, how=st.sampled_from(["defer", "async", "sync"]), features=st.booleans())
     def reduce_otherwise(self, pick: int, how: str, features: bool) -> None:
         """To the whole, or to features, which no kernel does."""
-        number = self.pick(pick, lambda value: value.kind == "partial")
+        number = self.pick(pick, is_partial)
         args = (2 if features else None, how)
+        deferred = self.values[number].is_deferred
+        self.values[number].used = not (features and deferred)
         if not features:
             events = [*self.read(number), ("all_reduce", "unfused")]
             self.note("reduce", number, args=args, makes=Value("whole"), events=events)
-        elif self.values[number].is_deferred:
+        elif deferred:
             self.note("reduce", number, args=args, raises="MC2ConstraintError", events=[])
         else:
             made = Value("slice")
@@ -187,15 +193,14 @@ class FusedRuleMachine(RuleBasedStateMachine):
     @rule(first=picks, second=picks)
     def add_partials(self, first: int, second: int) -> None:
         """Stays deferred for one kernel and without bias."""
-        while len(self.numbers(lambda value: value.kind == "partial")) < 2:
+        while len(self.numbers(is_partial)) < 2:
             self.row(second, 1, False, Options())
-        numbers = [self.pick(n, lambda value: value.kind == "partial") for n in (first, second)]
+        numbers = [self.pick(first, is_partial)]
+        numbers += [self.pick(second, lambda v: is_partial(v) and v is not self.values[numbers[0]])]
         a, b = (self.values[number] for number in numbers)
-        terms = a.terms + b.terms
-        if terms > MOST_TERMS:
-            return
+        a.used = b.used = True
         if a.is_deferred and b.is_deferred and a.kernel == b.kernel and not (a.bias or b.bias):
-            made = Value("partial", "deferred", a.kernel, terms=terms)
+            made = Value("partial", "deferred", a.kernel)
             self.note("add", *numbers, makes=made, events=[])
             return
         events = self.read(*numbers)
@@ -226,23 +231,24 @@ class FusedRuleMachine(RuleBasedStateMachine):
                 del self.values[number]
                 self.note("drop", number, events=[])
             return
-        number = self.pick(pick, lambda value: value.is_readable)
+        number = self.pick(pick, lambda value: value.is_readable and not value.used)
         kind = self.values[number].kind
         if op == "relu" and kind == "partial":
             op = "twice"  # a relu would have to reduce it
+        self.values[number].used = op == "twice" and kind == "partial"
         events = self.read(number)
         makes = None if op == "read" else Value("whole" if kind == "gather" else kind)
         self.note(op, number, makes=makes, events=events)
 
-    @needs("gather", deferred=True)
-    @rule(pick=picks, how=st.integers(-2, 99), options=options)
+    @precondition(lambda self: self.numbers(is_deferred_gather))
+    @rule(pick=picks, how=st.integers(0, 11), options=options)
     def misuse(self, pick: int, how: int, options: Options) -> None:
         """What a deferred gather is not for."""
-        number = self.pick(pick, lambda value: value.kind == "gather" and value.is_deferred)
-        if how == -2:
+        number = self.pick(pick, is_deferred_gather)
+        if how == 11:
             self.values[number].state = "started"
             self.note("start", number, events=[(AG, "unfused")])
-        elif how == -1:
+        elif how == 10:
             args = (0, False, options, True)
             self.note("column", number, args=args, raises="MC2ConstraintError", events=[])
         else:
