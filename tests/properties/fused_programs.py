@@ -190,10 +190,10 @@ class Replay:
 
     def column(self, step: Step) -> tuple[Any, Any]:
         ((x, twin),) = self.pairs(step)
-        which, with_bias, options, is_part = step.args
+        which, with_bias, options, is_view = step.args
         weight, whole_weight = self.parameters[f"column{which}"]
         bias, whole_bias = self.parameters["column_bias"] if with_bias else (None, None)
-        x = x.transpose(0, 1) if is_part else x
+        x = x.unsqueeze(0) if is_view else x
         out = all_gather_linear(x, weight, bias, FusionOptions(*options))
         return out, F.linear(twin, whole_weight, whole_bias)
 
