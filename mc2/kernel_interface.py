@@ -223,14 +223,12 @@ class Kernel(ABC):
         )
         operands = [(shard, layout.local_rows, weight) for weight in weights]
         self._require("all_gather_matmul", facts, operands, product_with)
-        product_op = None if product_with is None else self.product_op
+        product_op = self.product_op
         product_later = product_with is not None and product_op is None
         keep = (gather_output or product_later) and layout.ranks > 1
         schedule = self.schedule(layout, shard, chunks)
         args = (
-            # Flattened, so that one feature has stride 1: torch calls any stride of it contiguous,
-            # and takes none other apart into the bytes that are sent.
-            shard.contiguous().flatten().view(shard.shape),
+            shard.contiguous(),
             list(weights),
             layout.outer,
             layout.sizes,
@@ -243,7 +241,7 @@ class Kernel(ABC):
         sent = (layout.rows, shard.shape[1]), shard.dtype
         product = None
         with blocked_time(self.name, "all_gather_matmul", *sent, group) as blocked:
-            if product_op is None:
+            if product_op is None or product_with is None:
                 gathered, *outs = self.ops["all_gather_matmul"](*args)
             else:
                 product, gathered, *outs = product_op(product_with.contiguous(), *args)

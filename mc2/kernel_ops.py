@@ -74,12 +74,12 @@ class WaitFailedError(RuntimeError):
     """A wait inside a kernel's op failed; `blocked_time` knows what to call it."""
 
 
-def wait(work: dist.Work, owner: int) -> None:
+def wait(until: Callable[[], object], awaited: str) -> None:
     """Waits for a message and counts the time as exposed.
 
     Args:
-        work: receives it.
-        owner: rank in the group that it comes from, for the error message.
+        until: returns when it is there, or is gone.
+        awaited: what is waited for, for the error message.
 
     Raises:
         WaitFailedError: it did not come; raised from what the process group says.
@@ -87,9 +87,9 @@ def wait(work: dist.Work, owner: int) -> None:
     began = time.perf_counter()
     try:
         with named_in_profile("wait", "piece"):
-            work.wait()
+            until()
     except RuntimeError as error:
-        raise WaitFailedError(f"waited for rows of rank {owner} of the group") from error
+        raise WaitFailedError(f"waited for {awaited}") from error
     _blocked.waits += (Interval(began, time.perf_counter()),)
 
 

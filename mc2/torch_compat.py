@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,6 +32,26 @@ def resolve_group(group_name: str) -> dist.ProcessGroup:
             f"never made (fused kernel). Make a new DeviceMesh after init_process_group and apply "
             f"the styles again."
         ) from error
+
+
+def register_wait(tensor: torch.Tensor, wait: Callable[[], object]) -> None:
+    """Makes ``_c10d_functional.wait_tensor(tensor)`` call ``wait``.
+
+    Until then torch counts it among the unwaited collectives.
+    """
+
+    def callback(timeout: object) -> bool:
+        wait()
+        return True
+
+    distributed = torch._C._distributed_c10d
+    distributed._register_work(tensor, distributed.PythonCallbackWork(callback))
+
+
+def gloo_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long ``group`` waits now, if its backend for ``device`` is gloo; else None."""
+    backend = group_backend(group, device.type)
+    return backend.options._timeout if isinstance(backend, dist.ProcessGroupGloo) else None
 
 
 def group_backend(group: dist.ProcessGroup, device_type: str) -> Any:

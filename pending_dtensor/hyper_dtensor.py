@@ -87,10 +87,11 @@ class HyperDTensor(DTensor):
         """The gradient of a compiled graph's output as it was traced: torch's own class as well."""
         if expected_type not in (None, HyperDTensor, DTensor):
             return None
-        same = super().__coerce_same_metadata_as_tangent__(flatten_spec)
-        if expected_type is not DTensor:
-            return same
-        return DTensor(materialized(same._local_tensor), same._spec, requires_grad=False)
+        traced_as_plain = expected_type is DTensor
+        same = self.redistribute(placements=flatten_spec[0])
+        if traced_as_plain:
+            return DTensor(materialized(same._local_tensor), same._spec, requires_grad=False)
+        return same
 
     def data_ptr(self) -> int:
         """Zero: the data are the local tensor's. Torch's gives that tensor's offset."""

@@ -6,13 +6,6 @@ r + j (mod R). Gathering, a rank multiplies its own rows first and each remote p
 arrived. Scattering, it multiplies the rows of rank r - 1, then r - 2, ..., its own last, and sends
 each piece as soon as it is made. With `chunks` > 1 every rank's rows travel as that many pieces.
 
-[Note: all-to-all as a point-to-point message]
-A step is an ``all_to_all_single`` in which each rank has one destination and one source. Compared
-with send and receive it is matched by the group's order of collectives, so that no other message
-can be mistaken for it and an empty rank still takes part; and every backend has it. On gloo it was
-0.6 to 1.0 of the time of send and receive with 2 ranks, and with 4 ranks up to 2.7 for tiny pieces
-(which go in one step) and 0.7 to 1.0 from 256 KiB on.
-
 [Note: decided alike on every rank]
 A piece has to be cut in the same way by the rank that sends and the one that receives. So the
 schedule depends on the layout and on the communicated features only: N of a gather and K of a
@@ -21,6 +14,7 @@ reduction are local, and differ between ranks where features do not divide evenl
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -41,6 +35,7 @@ from mc2.kernel_ops import (
     waiting_if_it_fails,
 )
 from mc2.row_collectives import gather_rows
+from mc2.row_exchange import RowExchange
 from mc2.row_layout import Piece, RowLayout
 from mc2.torch_compat import resolve_group
 
@@ -60,13 +55,11 @@ _ONE_STEP_BYTES = 1 << 17
 _PEERS_IN_FLIGHT = 2
 
 
-class _Step(NamedTuple):
-    """A message that is on its way to this rank, and the one that left for it."""
+class _Arrival(NamedTuple):
+    """A piece that is on its way to this rank."""
 
-    work: dist.Work
-    sent: torch.Tensor
-    received: torch.Tensor
-    owner: int  # rank whose rows are received when gathering
+    exchange: RowExchange
+    rows: torch.Tensor
     piece: Piece | None
 
 
@@ -190,29 +183,39 @@ def _gather(
 
     pieces = [layout.pieces(owner, chunks) for owner in range(layout.ranks)]
     process_group = resolve_group(group)
+    started: list[RowExchange] = []
 
-    def start(distance: int) -> list[_Step]:
+    def start(distance: int) -> list[_Arrival]:
         owner = (rank + distance) % layout.ranks
-        steps = []
+        arrivals = []
         for index in range(_steps_between_peers(layout, chunks)):
             mine, theirs = _at(pieces[rank], index), _at(pieces[owner], index)
             sent = shard[:0] if mine is None else layout.select_local(shard, rank, mine)
             received = destination(owner, theirs)
-            work = _exchange(received, sent, distance, layout, process_group)
-            steps.append(_Step(work, sent, received, owner, theirs))
-        return steps
+            exchange = RowExchange(received, sent, distance, layout, process_group)
+            started.append(exchange)
+            arrivals.append(_Arrival(exchange, received, theirs))
+        return arrivals
 
     distances = range(1, layout.ranks)
-    in_flight = [start(distance) for distance in distances[:_PEERS_IN_FLIGHT]]
-    for piece in layout.pieces(rank, min(chunks, layout.outer)):
-        use(layout.select_local(shard, rank, piece), rank, piece)
-    for distance in distances:
-        for step in in_flight.pop(0):
-            wait(step.work, step.owner)
-            if step.piece is not None:
-                use(step.received, step.owner, step.piece)
-        if distance + _PEERS_IN_FLIGHT < layout.ranks:
-            in_flight.append(start(distance + _PEERS_IN_FLIGHT))
+    try:
+        in_flight = [start(distance) for distance in distances[:_PEERS_IN_FLIGHT]]
+        for own in layout.pieces(rank, min(chunks, layout.outer)):
+            use(layout.select_local(shard, rank, own), rank, own)
+        for distance in distances:
+            for exchange, rows, piece in in_flight.pop(0):
+                if piece is not None:
+                    wait(exchange.wait_for_rows, f"rows of rank {exchange.above} of the group")
+                    use(rows, exchange.above, piece)
+            if distance + _PEERS_IN_FLIGHT < layout.ranks:
+                in_flight.append(start(distance + _PEERS_IN_FLIGHT))
+        for exchange in started:
+            wait(exchange.wait, "the others to take its rows")
+    except BaseException:
+        for exchange in started:
+            with contextlib.suppress(Exception):
+                exchange.wait()
+        raise
     return [not_gathered if gathered is None else gathered, *outs]
 
 
@@ -301,18 +304,19 @@ def _start_blocks(
         return sum_of_matmuls(terms)
 
     mine = layout.pieces(rank, chunks)
+    process_group = resolve_group(group)
     received: list[torch.Tensor] = []
     with waiting_if_it_fails(received):
         for distance in range(1, layout.ranks):
-            to, source = (rank - distance) % layout.ranks, (rank + distance) % layout.ranks
+            to = (rank - distance) % layout.ranks
             theirs = layout.pieces(to, chunks)
             for index in range(_steps_between_peers(layout, chunks)):
                 sent = block(to, _at(theirs, index))
                 piece = _at(mine, index)
-                incoming, outgoing = [0] * layout.ranks, [0] * layout.ranks
-                incoming[source] = 0 if piece is None else piece.rows
-                outgoing[to] = sent.shape[0]
-                received.append(_start_all_to_all(sent, incoming, outgoing, group))
+                rows = sent.new_empty(0 if piece is None else piece.rows, features)
+                exchange = RowExchange(rows, sent, distance, layout, process_group)
+                exchange.register(rows)
+                received.append(rows)
         return [*(block(rank, piece) for piece in mine), *received]
 
 
@@ -338,51 +342,19 @@ def _sum_blocks(
     return out
 
 
-def _start_all_to_all(
-    sent: torch.Tensor, incoming: list[int], outgoing: list[int], group: str
-) -> torch.Tensor:
-    note_launch()
-    # As bytes, so that a dtype need not be known to the process group.
-    received = torch.ops._c10d_functional.all_to_all_single(
-        sent.view(torch.uint8), incoming, outgoing, group
-    )
-    return received.view(sent.dtype)
-
-
-def _exchange(
-    received: torch.Tensor,
-    sent: torch.Tensor,
-    distance: int,
-    layout: RowLayout,
-    group: dist.ProcessGroup,
-) -> dist.Work:
-    """Starts sending rows to the rank ``distance`` below, and receiving from the one above."""
-    incoming, outgoing = [0] * layout.ranks, [0] * layout.ranks
-    incoming[(layout.rank + distance) % layout.ranks] = received.shape[0]
-    outgoing[(layout.rank - distance) % layout.ranks] = sent.shape[0]
-    return _all_to_all(received, sent, incoming, outgoing, group)
-
-
-def _all_to_all(
-    received: torch.Tensor,
-    sent: torch.Tensor,
-    incoming: list[int],
-    outgoing: list[int],
-    group: dist.ProcessGroup,
-) -> dist.Work:
-    note_launch()
-    # As bytes, so that a dtype need not be known to the process group.
-    as_bytes = received.view(torch.uint8), sent.view(torch.uint8)
-    return dist.all_to_all_single(*as_bytes, incoming, outgoing, group=group, async_op=True)
-
-
 def _start_one_step(partial: torch.Tensor, layout: RowLayout, group: str) -> torch.Tensor:
     """Sends every rank its rows of ``partial`` at once; what comes are all ranks' rows for this."""
     if not layout.is_rank_major:
         parts = [layout.segments(partial, rank) for rank in range(layout.ranks)]
         partial = torch.cat([part.reshape(-1, partial.shape[1]) for part in parts])
     outgoing = [layout.rows_of(rank) for rank in range(layout.ranks)]
-    return _start_all_to_all(partial, [layout.local_rows] * layout.ranks, outgoing, group)
+    incoming = [layout.local_rows] * layout.ranks
+    note_launch()
+    # As bytes, so that a dtype need not be known to the process group.
+    received = torch.ops._c10d_functional.all_to_all_single(
+        partial.view(torch.uint8), incoming, outgoing, group
+    )
+    return received.view(partial.dtype)
 
 
 def _sum_into(out: torch.Tensor, summands: Sequence[torch.Tensor]) -> None:
@@ -415,7 +387,7 @@ def _choose_chunks(layout: RowLayout, row_bytes: int) -> int:
 class PipelinedKernel(Kernel):
     """Overlaps the two operations piece by piece (see the note on the schedule).
 
-    Any device and process group with ``all_to_all_single``, any dtype, any number of ranks, uneven
+    Any device and process group that can send and receive, any dtype, any number of ranks, uneven
     and empty rows. Deterministic: partial sums are added in rank order, those of float16 and
     bfloat16 in float32, rounded once.
 

@@ -1,0 +1,98 @@
+"""What a pipelined step is made of: rows to one rank of the group, and rows from another.
+
+[Note: receive first]
+On gloo a rank tells its peer that it is ready to receive over the connection that carries its own
+rows. Behind them, that word comes late, and the two directions of a link are used one after the
+other: the fate of ``all_to_all_single`` whenever a rank comes a little later than its peer, with up
+to twice the time. So a step is a receive and a send, in this order, which backends that must not
+tell the two apart (NCCL, HCCL) are handed as one batch.
+
+[Note: whom a message belongs to]
+Messages between two ranks are matched by their order and, on gloo, by `_TAG`. So kernels have to be
+called in the same order on every rank, as collectives have.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mc2.kernel_ops import WaitFailedError, note_launch
+from mc2.row_layout import RowLayout
+from mc2.torch_compat import gloo_timeout, register_wait
+
+_TAG = 0x6D6332  # "mc2": a message that a user sends between the same ranks is another one
+
+
+class RowExchange:
+    """A step that has been started: a message from the rank above, and one to the rank below.
+
+    It has to be waited for: a message that is dropped on its way takes the group with it.
+    """
+
+    def __init__(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        distance: int,
+        layout: RowLayout,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Starts receiving from the rank ``distance`` above, and sending to the one below (mod R).
+
+        Args:
+            received: contiguous rows to fill; without elements, nothing is received.
+            sent: contiguous rows; without elements, nothing is sent.
+            distance: 1 to R - 1.
+            layout: tells ranks and rank.
+            group: the ranks.
+
+        Raises:
+            WaitFailedError: one of the two has gone.
+        """
+        note_launch()
+        self.above = (layout.rank + distance) % layout.ranks
+        below = (layout.rank - distance) % layout.ranks
+        # Gloo gives messages the timeout that the group was made with, not the one it has now.
+        self._timeout: timedelta | None = gloo_timeout(group, received.device)
+        # As bytes, so that a dtype need not be known to the process group. Flattened first: one
+        # feature may have any stride in what torch calls contiguous, and bytes need stride 1.
+        messages = [
+            dist.P2POp(call, rows.flatten().view(torch.uint8), None, group, _TAG, peer)
+            for call, rows, peer in ((dist.irecv, received, self.above), (dist.isend, sent, below))
+            if rows.numel()
+        ]
+        try:
+            self._works = dist.batch_isend_irecv(messages) if messages else []
+        except RuntimeError as error:  # gloo knows at once of a peer that has gone
+            peers = f"rank {self.above}, which sends, and rank {below}, which receives"
+            raise WaitFailedError(f"waited for {peers} in the group") from error
+        self._arriving = 1 if received.numel() else 0
+
+    def wait_for_rows(self) -> None:
+        """Returns when ``received`` is filled.
+
+        Raises:
+            RuntimeError: as the process group tells it.
+        """
+        self._wait(len(self._works) - self._arriving)
+
+    def wait(self) -> None:
+        """Returns when ``sent`` may be written to, too."""
+        self._wait(0)
+
+    def _wait(self, left: int) -> None:
+        while len(self._works) > left:
+            work = self._works[0]
+            # A wait that was interrupted may have been at its end; gloo would wait for another
+            # message then.
+            if not work.is_completed():
+                _ = work.wait() if self._timeout is None else work.wait(self._timeout)
+            del self._works[0]  # not before: an interrupted wait has to be made up for
+            self._arriving = 0
+
+    def register(self, received: torch.Tensor) -> None:
+        """Makes ``wait_tensor(received)`` wait for the step."""
+        register_wait(received, self.wait)
