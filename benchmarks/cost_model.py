@@ -11,7 +11,7 @@ Unsharded sizes: M rows, H hidden, I intermediate; R ranks, C pieces a rank's ro
 
                 max(matmul, comm + piece) forward, gather
               + max(matmul, piece + comm) forward, reduction
-              + max(matmul, comm + piece) + matmul          backward of the row
+              + max(2 matmul, comm + 2 piece)               backward of the row
               + max(2 matmul, piece + comm)                 backward of the column
 
 Sending and receiving also takes processor time, which is part of ``matmul`` where they overlap.
@@ -136,7 +136,9 @@ class Machine:
         comm = self.message_s(shape, chunks)
         one = max(matmul, comm + piece)
         host = self.share(shape) * self.mc2_host_s
-        return 3 * one + plain + max(matmul + plain, piece + comm) + host
+        row = max(matmul + plain, comm + 2 * piece)
+        column = max(matmul + plain, piece + comm)
+        return 2 * one + row + column + host
 
     def best_chunks(self, shape: Shape, choices: Sequence[int] = CHUNKS) -> int:
         """The number of pieces that costs least; the smaller of two that cost the same."""

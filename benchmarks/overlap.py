@@ -204,39 +204,55 @@ def main() -> int:
     parser.add_argument("--no-file", action="store_true", help="print only")
     args = parser.parse_args()
 
-    sections: list[tuple[str, str]] = []
-    results: list[Result] = []
     with (
         slow_link_or_loopback(RANKS, PROBE_BYTES_PER_S) as link,
         rank_processes(link, RANKS) as ranks,
     ):
         for kind in args.workload or SIZES:
-            for order in args.order or ORDERS:
-                sizes = {
-                    "kind": kind,
-                    "sequence_first": order == "sequence-first",
-                    "batch": BATCH[order],
-                    **SIZES[kind],
-                }
-                link.set_rate(PROBE_BYTES_PER_S)
-                probe = measured(ranks, link, sizes, rounds=3, variants=())
-                texts = []
-                for ratio in args.ratio or RATIOS if link.is_slow else [None]:
-                    if ratio is not None:
-                        link.set_rate(rate_for(ratio, probe, PROBE_BYTES_PER_S))
-                    results.append(measured(ranks, link, sizes, args.rounds))
-                    texts.append(report(results[-1]))
-                    print(f"{results[-1].workload}\n{texts[-1]}\n", file=sys.stderr, flush=True)
-                sections.append((results[-1].workload, "\n\n".join(texts)))
+            sections, results = measure_kind(kind, args, link, ranks)
+            conclude(kind, sections, results, write=not args.no_file)
+    return 0
+
+
+def measure_kind(
+    kind: str, args: argparse.Namespace, link: Link, ranks: Ranks
+) -> tuple[list[tuple[str, str]], list[Result]]:
+    """One kind of workload in every order and at every rate: sections of a report, and results."""
+    sections: list[tuple[str, str]] = []
+    results: list[Result] = []
+    for order in args.order or ORDERS:
+        sizes = {
+            "kind": kind,
+            "sequence_first": order == "sequence-first",
+            "batch": BATCH[order],
+            **SIZES[kind],
+        }
+        link.set_rate(PROBE_BYTES_PER_S)
+        probe = measured(ranks, link, sizes, rounds=3, variants=())
+        texts = []
+        for ratio in args.ratio or RATIOS if link.is_slow else [None]:
+            if ratio is not None:
+                link.set_rate(rate_for(ratio, probe, PROBE_BYTES_PER_S))
+            results.append(measured(ranks, link, sizes, args.rounds))
+            texts.append(report(results[-1]))
+            print(f"{results[-1].workload}\n{texts[-1]}\n", file=sys.stderr, flush=True)
+        sections.append((results[-1].workload, "\n\n".join(texts)))
+    return sections, results
+
+
+def conclude(
+    kind: str, sections: Sequence[tuple[str, str]], results: Sequence[Result], *, write: bool
+) -> None:
+    """Writes, or only prints: aims reached and missed, and where torch is faster."""
     checked = [verdict for result in results for verdict in verdicts(result)]
     missed = [f"missed: {words}" for reached, words in checked if not reached]
     losses = missed + [line for result in results for line in slower_than_torch(result)]
     conclusion = "; ".join(words for _, words in checked) or "No rate at which an aim is set."
-    if args.no_file:
-        print("\n".join([*losses, conclusion]))
+    if write:
+        title = f"Communication hidden: {kind}"
+        write_results(f"overlap_{kind}", title, sections, losses, conclusion)
     else:
-        write_results("overlap", "Communication hidden", sections, losses, conclusion)
-    return 0
+        print("\n".join([*losses, conclusion]))
 
 
 if __name__ == "__main__":
