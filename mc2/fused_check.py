@@ -32,8 +32,18 @@ def assert_fused(model: nn.Module, *, unfused: Collection[str] = ()) -> Iterator
 
     Raises:
         NotFusedError: with each thing that ran unfused, or did not run, and why.
+        TypeError: ``unfused`` is no collection of names.
         ValueError: ``unfused`` names a module that ``model`` does not have.
     """
+    if (
+        isinstance(unfused, str)
+        or not isinstance(unfused, Collection)
+        or not all(isinstance(name, str) for name in unfused)
+    ):
+        raise TypeError(
+            f"Expected a collection of names of modules as unfused, got {unfused!r} "
+            f"(assert_fused). Pass a tuple, also for one."
+        )
     modules = dict(model.named_modules())
     unknown = sorted(set(unfused) - set(modules))
     if unknown:

@@ -124,12 +124,19 @@ class MC2Linear(nn.Linear):
 
         Raises:
             MC2ConstraintError: with every reason why this cannot be fused.
-            TypeError: neither or both of ``device_mesh`` and ``group``.
+            TypeError: neither or both of ``device_mesh`` and ``group``, or something else than
+                these, or than a whole number as ``sequence_dim``.
+            ValueError: an unknown mode.
         """
         if (device_mesh is None) == (group is None):
             raise TypeError(
                 "Expected either device_mesh or group, got both or neither (configure_mc2)."
             )
+        where: Any = group if device_mesh is None else device_mesh
+        kind = ProcessGroup if device_mesh is None else DeviceMesh
+        for value, wanted in ((where, kind), (sequence_dim, int)):
+            if not isinstance(value, wanted):
+                raise TypeError(f"Expected {wanted.__name__}, got {value!r} (configure_mc2).")
         if device_mesh is not None:
             if device_mesh.ndim != 1:
                 raise MC2ConstraintError(

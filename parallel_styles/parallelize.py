@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from mc2.errors import MC2ConstraintError
 from parallel_styles.mc2_styles import MC2ColwiseParallel, MC2RowwiseParallel
 from parallel_styles.styles import check_applicable, distributes_parameters
+from pending_dtensor.hyper_dtensor import check_source_rank, checked_mesh
 
 _PREPARE_STYLES = (
     torch_parallel.PrepareModuleInput,
@@ -78,18 +79,33 @@ def parallelize_module(
         MC2ConstraintError: layers of the plan cannot be fused.
         NotImplementedError: a style does not fit its module.
         RuntimeError: a module has a style already, or is given two.
-        TypeError: a plan that is neither a style nor a dict of styles.
-        ValueError: a plan that would break a tie between parameters, or a mesh of several axes.
+        TypeError: a plan that is neither a style nor a dict of styles by path, or something else
+            than a module, a mesh or a rank.
+        ValueError: a plan that would break a tie between parameters, a mesh of several axes, or a
+            rank that the mesh does not have.
     """
-    if parallelize_plan is None or not isinstance(parallelize_plan, (ParallelStyle, dict)):
-        return torch_parallel.parallelize_module(
-            module, device_mesh, parallelize_plan, src_data_rank=src_data_rank
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"Expected an nn.Module, got {module!r} (parallelize_module).")
+    if device_mesh is not None:  # the current mesh is looked up later; torch checks then
+        checked_mesh(device_mesh, "parallelize_module")
+        check_source_rank(src_data_rank, device_mesh, "parallelize_module")
+    if parallelize_plan is None:
+        return torch_parallel.parallelize_module(module, device_mesh, src_data_rank=src_data_rank)
+    if not isinstance(parallelize_plan, (ParallelStyle, dict)):
+        raise TypeError(
+            f"Expected a ParallelStyle or a dict of them by path, got {parallelize_plan!r} "
+            f"(parallelize_module)."
         )
     plan = (
         {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
     )
     planned: list[_Planned] = []
     for pattern, style in plan.items():
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"Expected the path of a submodule, or a pattern, as a str, got {pattern!r} "
+                f"(parallelize_module)."
+            )
         if not isinstance(style, ParallelStyle):
             raise TypeError(
                 f"Expected a ParallelStyle for {pattern!r}, got {style!r} (parallelize_module)."

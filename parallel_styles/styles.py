@@ -50,7 +50,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     Raises:
         NotImplementedError: applied to a module that is no Linear or Embedding.
         RuntimeError: applied to a module that has a style already.
-        TypeError: at call, for an input that is no tensor.
+        TypeError: layouts that are no placements; at call, an input that is no tensor.
     """
 
     def __init__(
@@ -61,6 +61,8 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         use_local_output: bool = True,
         async_op: bool = True,
     ) -> None:
+        _check_layout(self, "input_layouts", input_layouts)
+        _check_layout(self, "output_layouts", output_layouts)
         super().__init__(
             input_layouts=input_layouts,
             output_layouts=output_layouts,
@@ -102,7 +104,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
     Raises:
         NotImplementedError: applied to a module that is no Linear or Embedding.
         RuntimeError: applied to a module that has a style already.
-        TypeError: at call, for an input that is no tensor.
+        TypeError: layouts that are no placements; at call, an input that is no tensor.
     """
 
     def __init__(
@@ -113,6 +115,8 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
         use_local_output: bool = True,
         async_op: bool = True,
     ) -> None:
+        _check_layout(self, "input_layouts", input_layouts)
+        _check_layout(self, "output_layouts", output_layouts)
         super().__init__(
             input_layouts=input_layouts,
             output_layouts=output_layouts,
@@ -157,12 +161,16 @@ class SequenceParallel(torch_parallel.SequenceParallel):
 
     Raises:
         RuntimeError: applied to a module that has a style already.
-        TypeError: at call, for a first input that is no tensor.
+        TypeError: a ``sequence_dim`` that is no int; at call, a first input that is no tensor.
     """
 
     def __init__(
         self, *, sequence_dim: int = 1, use_local_output: bool = False, async_op: bool = True
     ) -> None:
+        if not isinstance(sequence_dim, int):
+            raise TypeError(
+                f"Expected an int as sequence_dim, got {sequence_dim!r} (SequenceParallel)."
+            )
         super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
         self.async_op = async_op
 
@@ -229,7 +237,8 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         AssertionError: layouts of different lengths, as in torch.
         ValueError: ``defer`` with ``use_local_output``; at call, another number of inputs than of
             layouts.
-        TypeError: at call, for an input with a layout that is no tensor.
+        TypeError: layouts that are no placements; at call, for an input with a layout that is no
+            tensor.
     """
 
     def __init__(
@@ -247,6 +256,10 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
                 "Expected use_local_output=False with defer=True, got True (PrepareModuleInput). A "
                 "deferred gather can be read by an MC2 layer only, which wants the DTensor."
             )
+        _check_layouts(self, "input_layouts", input_layouts)
+        _check_layouts(self, "desired_input_layouts", desired_input_layouts)
+        _check_named_layouts(self, "input_kwarg_layouts", input_kwarg_layouts)
+        _check_named_layouts(self, "desired_input_kwarg_layouts", desired_input_kwarg_layouts)
         super().__init__(
             input_layouts=input_layouts,
             desired_input_layouts=desired_input_layouts,
@@ -289,8 +302,24 @@ class PrepareModuleOutput(torch_parallel.PrepareModuleOutput):
     Raises:
         AssertionError: layouts of different lengths, as in torch.
         ValueError: at call, for another number of outputs than of layouts.
-        TypeError: at call, for an output with a layout that is no tensor.
+        TypeError: layouts that are no placements; at call, for an output with a layout that is no
+            tensor.
     """
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement, ...],
+        use_local_output: bool = True,
+    ) -> None:
+        _check_layouts(self, "output_layouts", output_layouts, optional=False)
+        _check_layouts(self, "desired_output_layouts", desired_output_layouts, optional=False)
+        super().__init__(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
 
     def _prepare_out_fn(self, outputs: Any, device_mesh: DeviceMesh) -> Any:
         if is_tracing():
@@ -339,6 +368,40 @@ class PrepareModuleInputOutput(torch_parallel.PrepareModuleInputOutput):
             desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
         )
+
+
+def _check_layout(style: ParallelStyle, name: str, layout: Any) -> None:
+    """Raises TypeError unless ``layout`` is a placement or None."""
+    if layout is not None and not isinstance(layout, Placement):
+        raise TypeError(
+            f"Expected a Placement or None as {name}, got {layout!r} ({type(style).__name__}). "
+            f"Pass one of Shard, Replicate or Partial."
+        )
+
+
+def _check_layouts(style: ParallelStyle, name: str, layouts: Any, *, optional: bool = True) -> None:
+    """Raises TypeError unless it is a placement, or a sequence of them and of None; or None."""
+    if isinstance(layouts, Placement) or (optional and layouts is None):
+        return
+    if not isinstance(layouts, (tuple, list)):
+        raise TypeError(
+            f"Expected a Placement, or a tuple of them, as {name}, got {layouts!r} "
+            f"({type(style).__name__}). Pass one for each input or output."
+        )
+    for layout in layouts:
+        _check_layout(style, name, layout)
+
+
+def _check_named_layouts(style: ParallelStyle, name: str, layouts: Any) -> None:
+    if layouts is None:
+        return
+    if not isinstance(layouts, dict):
+        raise TypeError(
+            f"Expected a dict of placements by argument as {name}, got {layouts!r} "
+            f"({type(style).__name__})."
+        )
+    for layout in layouts.values():
+        _check_layout(style, name, layout)
 
 
 _LAYER_STYLES = (torch_parallel.ColwiseParallel, torch_parallel.RowwiseParallel)

@@ -127,10 +127,11 @@ class HyperDTensor(DTensor):
             grad_placements: placements in which the gradient shall arrive.
 
         Raises:
-            TypeError: ``local_tensor`` is not a plain tensor.
+            TypeError: ``local_tensor`` is not a plain tensor, or something else than a mesh,
+                placements, or whole numbers in ``shape`` and ``stride``.
             PlacementError: placements that fit neither the mesh nor the tensor.
-            ValueError: one of ``shape`` and ``stride`` without the other, or ``run_check`` found
-                ranks that disagree (raised on all of them).
+            ValueError: one of ``shape`` and ``stride`` without the other, or not of the tensor's
+                dims, or ``run_check`` found ranks that disagree (raised on all of them).
         """
         return local_to_hyper(
             local_tensor,
@@ -179,6 +180,8 @@ class HyperDTensor(DTensor):
             NotImplementedError: another mesh.
             ProcessGroupGoneError: the mesh's process group was destroyed.
         """
+        if device_mesh is not None:
+            checked_mesh(device_mesh, "redistribute")
         targets = checked_placements(as_tuple(placements), self._spec, device_mesh)
         checked_dtype(forward_dtype, "forward_dtype")
         checked_dtype(backward_dtype, "backward_dtype")
@@ -228,20 +231,21 @@ def distribute_tensor(
 
     Raises:
         PlacementError: placements that fit neither the mesh nor the tensor.
-        TypeError: something else than a tensor or placements.
+        TypeError: something else than a tensor, a mesh, placements or a rank.
+        ValueError: a mesh axis does not have that rank; or, as in torch, a DTensor that would
+            have to be moved.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
             f"Expected a torch.Tensor, got {type(tensor).__name__} (distribute_tensor). Pass the "
             f"global tensor."
         )
+    where = f"distribute_tensor of shape {tuple(tensor.shape)}"
+    mesh = checked_mesh(device_mesh, where)
     if placements is not None:
-        mesh = device_mesh or current_mesh()
-        where = f"distribute_tensor of shape {tuple(tensor.shape)}"
         placements = fitting_placements(_some(placements), mesh, tensor.ndim, where)
-    plain = torch_dtensor.distribute_tensor(
-        tensor, device_mesh, placements, src_data_rank=src_data_rank
-    )
+    check_source_rank(src_data_rank, mesh, where)
+    plain = torch_dtensor.distribute_tensor(tensor, mesh, placements, src_data_rank=src_data_rank)
     return HyperDTensor(plain._local_tensor, plain._spec, requires_grad=tensor.requires_grad)
 
 
@@ -266,7 +270,7 @@ def local_to_hyper(
             f"Expected a local torch.Tensor, got {type(local).__name__} (from_local). "
             f"Use to_local() or full_tensor() to leave a DTensor first."
         )
-    mesh = mesh or current_mesh()
+    mesh = checked_mesh(mesh, "from_local")
     if placements is None:
         placements = [Replicate()] * mesh.ndim
     spec = _spec_of_local(
@@ -275,8 +279,8 @@ def local_to_hyper(
         local.dtype,
         mesh,
         _some(placements),
-        None if shape is None else tuple(shape),
-        None if stride is None else tuple(stride),
+        _checked_sizes(shape, "shape", local.ndim),
+        _checked_sizes(stride, "stride", local.ndim),
     )
     if mesh.device_type != local.device.type and not local.is_meta:
         local = local.to(mesh.device_type)
@@ -327,6 +331,58 @@ def _to_local(
         return tensor._local_tensor
     grads = _gradient_placements(grad_placements, tensor._spec)
     return _ToLocal.apply(tensor, grads, owned)
+
+
+def checked_mesh(mesh: Any, where: str) -> DeviceMesh:
+    """The mesh, or the current one for None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if mesh is None:
+        return current_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"Expected a DeviceMesh or None, got {mesh!r} ({where}). Make one with "
+            f"init_device_mesh."
+        )
+    return mesh
+
+
+def check_source_rank(rank: Any, mesh: DeviceMesh, where: str) -> None:
+    """Checks a ``src_data_rank``: a rank within every axis of the mesh, or None.
+
+    Raises:
+        TypeError: it is neither a whole number nor None.
+        ValueError: an axis does not have it.
+    """
+    if rank is None:
+        return
+    if not isinstance(rank, int):
+        raise TypeError(f"Expected an int or None as src_data_rank, got {rank!r} ({where}).")
+    if not 0 <= rank < min(mesh.shape):
+        raise ValueError(
+            f"Expected a src_data_rank that each mesh axis has, got {rank} for {mesh} ({where}). "
+            f"It is counted within an axis."
+        )
+
+
+def _checked_sizes(sizes: Any, name: str, ndim: int) -> tuple[int, ...] | None:
+    if sizes is None:
+        return None
+    if not isinstance(sizes, (list, tuple)) or not all(
+        isinstance(size, (int, torch.SymInt)) for size in sizes
+    ):
+        raise TypeError(
+            f"Expected whole numbers as {name}, got {sizes!r} (from_local). Pass the global "
+            f"tensor's {name}."
+        )
+    if len(sizes) != ndim or any(size < 0 for size in sizes):
+        raise ValueError(
+            f"Expected {name} of {ndim} dims, none of them negative, got {sizes} (from_local of a "
+            f"tensor of {ndim} dims). Pass the global tensor's {name}."
+        )
+    return tuple(sizes)
 
 
 def _some(placements: Any) -> tuple[Placement, ...]:

@@ -141,7 +141,12 @@ def record_overlap(name: str = "") -> Iterator[OverlapLog]:
 
     Yields:
         OverlapLog: ``log.events`` fills up while the block runs.
+
+    Raises:
+        TypeError: ``name`` is no string.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"Expected a str as name, got {name!r} (record_overlap).")
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     log = OverlapLog(
         rank=torch.distributed.get_rank() if initialized else 0,

@@ -41,7 +41,9 @@ def as_tuple(placements: Any) -> tuple[Placement, ...] | None:
     """
     if placements is None:
         return None
-    if isinstance(placements, Iterable) and not isinstance(placements, (str, Mapping)):
+    if isinstance(placements, Iterable) and not isinstance(
+        placements, (str, Mapping, torch.Tensor)
+    ):
         found = tuple(placements)
         if all(isinstance(placement, Placement) for placement in found):
             return found
@@ -121,12 +123,9 @@ def checked_placements(
 
     Raises:
         PlacementError: None, wrong length, a shard dim out of range, or a change to `Partial`.
-        TypeError: ``mesh`` is not a mesh.
         NotImplementedError: another mesh.
     """
     where = f"redistribute of a tensor of shape {tuple(source.shape)} from {source.placements}"
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"Expected a DeviceMesh or None, got {mesh!r} ({where}). Leave it out.")
     if mesh is not None and mesh != source.mesh:
         raise NotImplementedError(
             f"Expected the mesh that the tensor lives on, {source.mesh}, got {mesh} ({where}). "

@@ -55,7 +55,7 @@ def get_kernel(name: str) -> Kernel:
     Raises:
         MC2ConstraintError: there is none.
     """
-    kernel = _kernels.get(name)
+    kernel = _kernels.get(name) if isinstance(name, str) else None
     if kernel is None:
         raise MC2ConstraintError(
             f"Expected a kernel out of {_quoted(_kernels)}, got {name!r}. Pass one of these names, "
@@ -119,8 +119,16 @@ def reasons_not_supported(
 
     Returns:
         Reasons, each a sentence or two; empty if the kernel can run it.
+
+    Raises:
+        TypeError: sizes, dtypes, a layout or a group that are something else.
     """
-    if kernel not in _kernels:
+    _check_type("ranks", ranks, int)
+    _check_type("layout", layout, RowLayout)
+    _check_type("group", group, dist.ProcessGroup)
+    _check_all("contractions", contractions, int)
+    _check_all("dtypes", dtypes, torch.dtype)
+    if not isinstance(kernel, str) or kernel not in _kernels:
         return [f"Expected a kernel out of {_quoted(_kernels)}, got {kernel!r}."]
     facts = CallFacts(
         ranks=ranks if layout is None else layout.ranks,
@@ -131,6 +139,22 @@ def reasons_not_supported(
         chunks=chunks,
     )
     return _kernels[kernel].reasons_not_supported(op, facts)
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(
+            f"Expected {kind.__name__} or None as {name}, got {value!r} (reasons_not_supported). "
+            f"Leave out what is not known."
+        )
+
+
+def _check_all(name: str, values: object, kind: type) -> None:
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, kind) for v in values):
+        raise TypeError(
+            f"Expected a sequence of {kind.__name__} as {name}, got {values!r} "
+            f"(reasons_not_supported). Leave out what is not known."
+        )
 
 
 def _quoted(names: Sequence[str] | dict[str, Kernel]) -> str:
