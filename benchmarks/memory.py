@@ -2,8 +2,8 @@
 
 Every allocation and release of torch's CPU allocator is taken from the profiler, so the numbers
 are exact, and do not depend on the speed of anything. Parameters and input are there before and do
-not count; gradients do, in the peak. What may be in flight at once is what the peak may be higher
-by than that of ``sync``, where nothing ever is.
+not count; gradients do, in the peak. What is in flight at once is what the peak may be higher by
+than that of ``sync``, which waits for each collective where it launches it.
 
     python -m benchmarks.memory
 """

@@ -384,7 +384,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(name, draw(st.dictionaries(arguments, values, min_size=1, max_size=2)))
 
 
-@examples(400)
+@examples(300)
 @given(case=cases())
 @example(case=Case("from_local", {"device_mesh": "'x'"}))
 @example(case=Case("MC2ColwiseParallel", {"kernel": "itself"}))

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from benchmarks.memory import FORWARD_ENDED, Usage, gathered_bytes, regather_saves, usage_of
+from benchmarks.memory import (
+    FORWARD_ENDED,
+    MIB,
+    Usage,
+    gathered_bytes,
+    more_than_allowed,
+    most_at_once,
+    regather_saves,
+    usage_of,
+)
 
 
 def test_peak_saved_and_left() -> None:
@@ -23,3 +32,20 @@ def test_a_llama_block_gathers_twice() -> None:
     sizes = {"kind": "mlp", "batch": 2, "sequence": 8, "hidden": 16}
     assert gathered_bytes(sizes) == 4 * 2 * 8 * 16
     assert gathered_bytes({**sizes, "kind": "llama3"}) == 2 * 4 * 2 * 8 * 16
+
+
+def test_most_bytes_at_once() -> None:
+    one_after_the_other = [(0.0, 1.0, 5), (1.0, 2.0, 7)]
+    assert most_at_once(one_after_the_other) == 7
+    assert most_at_once([*one_after_the_other, (0.5, None, 1)]) == 8
+    assert most_at_once([(0.0, 3.0, 5), (1.0, 2.0, 7), (4.0, 5.0, 9)]) == 12
+    assert most_at_once([]) == 0
+
+
+def test_a_peak_may_be_that_of_sync_and_what_is_in_flight() -> None:
+    usages = {
+        "sync": Usage(0, 0, 10 * MIB, 0),
+        "async": Usage(0, 0, 13 * MIB, 0, in_flight=3 * MIB),
+        "mc2 fused": Usage(0, 0, 13 * MIB, 0, in_flight=2 * MIB),
+    }
+    assert more_than_allowed(usages) == ["mc2 fused"]
