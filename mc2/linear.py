@@ -21,7 +21,7 @@ from mc2.kernels import get_kernel, resolve_kernel
 from mc2.options import ColumnBackward, FusionOptions
 from mc2.row_layout import RowLayout
 from mc2.rules import all_gather_linear
-from mc2.shared_gather import deferred_gather, shared_deferred_gather
+from mc2.shared_gather import a_row_runs, deferred_gather, shared_deferred_gather
 from mc2.torch_compat import in_eager_mode
 from pending_dtensor.collectives import DeferredAllGather, chunk_sizes
 from pending_dtensor.hyper_dtensor import HyperDTensor, as_hyper, redistribute_deferred
@@ -210,6 +210,7 @@ class MC2Linear(nn.Linear):
         return all_gather_linear(gathered, as_autocast(self.weight), bias, config.options)
 
     def _row(self, input: DTensor, config: _Configuration) -> HyperDTensor:
+        a_row_runs()
         hyper = as_autocast(as_hyper(input))
         weight = as_autocast(self.weight)
         bias = None if self.bias is None else as_autocast(self.bias)
@@ -279,7 +280,8 @@ class MC2Linear(nn.Linear):
         def joins(gather: HyperDTensor) -> bool:
             return not self._reasons_not_to_join(gather, config)
 
-        return shared_deferred_gather(source, self, boundary, make, joins)
+        until_row = config.options.regather
+        return shared_deferred_gather(source, self, boundary, make, joins, until_row=until_row)
 
     def _join(self, gathered: HyperDTensor, config: _Configuration) -> None:
         """Counts this column among the readers of a gather.

@@ -53,6 +53,7 @@ class RowExchange:
             WaitFailedError: one of the two has gone.
         """
         note_launch()
+        self._rows = received, sent  # not to be freed before they are filled, or sent
         self.above = (layout.rank + distance) % layout.ranks
         below = (layout.rank - distance) % layout.ranks
         # Gloo gives messages the timeout that the group was made with, not the one it has now.

@@ -7,6 +7,7 @@ share decides whether a collective is launched, so it has to be decided alike on
 what is remembered has to be forgotten before it can be stale:
 
 - only the latest gather is remembered, as long as its source lives and no MC2 backward has begun;
+- what columns with ``regather=True`` share, until a row runs: they want its memory back;
 - a layer that has used it already gathers anew: this is another pass, and the source may have been
   filled again by what autograd's version counter does not see (NumPy, or ``dist.recv``);
 - a tensor made in inference mode, which has no version counter, is not shared at all.
@@ -35,6 +36,7 @@ class _Shared(NamedTuple):
     key: Hashable
     gather: HyperDTensor
     users: weakref.WeakSet[nn.Module]
+    until_row: bool
 
 
 class _Latest(threading.local):
@@ -57,6 +59,8 @@ def shared_deferred_gather(
     boundary: Hashable,
     make: Callable[[], HyperDTensor],
     joins: Callable[[HyperDTensor], bool],
+    *,
+    until_row: bool,
 ) -> HyperDTensor:
     """The deferred gather of a tensor; the same one for every layer that is handed that tensor.
 
@@ -66,6 +70,7 @@ def shared_deferred_gather(
         boundary: what else decides the result of ``make``: mesh and placements.
         make: makes the `deferred_gather` of ``source``.
         joins: whether the layer can read a gather besides those that have read it.
+        until_row: whether a gather made here is forgotten when an MC2 row runs.
     """
     local = source._local_tensor if isinstance(source, DTensor) else source
     if source.is_inference() or local.is_inference():
@@ -85,7 +90,8 @@ def shared_deferred_gather(
         or user in shared.users
         or not joins(shared.gather)
     ):
-        shared = _Shared(weakref.ref(source, _forget), key, make(), weakref.WeakSet())
+        users: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        shared = _Shared(weakref.ref(source, _forget), key, make(), users, until_row)
         _latest.shared = shared
     shared.users.add(user)
     return shared.gather
@@ -94,6 +100,12 @@ def shared_deferred_gather(
 def forget_shared_gather() -> None:
     """Lets go of the latest gather: no layer is going to share it."""
     _latest.shared = None
+
+
+def a_row_runs() -> None:
+    """Lets go of the latest gather if its columns gather again in backward."""
+    if _latest.shared is not None and _latest.shared.until_row:
+        _latest.shared = None
 
 
 def _forget(source: weakref.ref[torch.Tensor]) -> None:
