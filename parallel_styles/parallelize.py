@@ -93,8 +93,8 @@ def parallelize_module(
         return torch_parallel.parallelize_module(module, device_mesh, src_data_rank=src_data_rank)
     if not isinstance(parallelize_plan, (ParallelStyle, dict)):
         raise TypeError(
-            f"Expected a ParallelStyle or a dict of them by path, got {parallelize_plan!r} "
-            f"(parallelize_module)."
+            f"Expected a ParallelStyle or a dict of them by path, got a "
+            f"{type(parallelize_plan).__name__}, {parallelize_plan!r} (parallelize_module)."
         )
     plan = (
         {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
