@@ -35,8 +35,8 @@ def gather_matmul(
         product_with: (*, F) for ``product = gathered.T @ product_with``, made in the same kernel.
 
     Returns:
-        out (*, N), and product (K, F) or None. ``gathered`` is complete afterwards, so that a
-        sibling only multiplies.
+        out (*, N), and product (K, F); None if it was not asked for, or the gather was complete.
+        ``gathered`` is complete afterwards, so that a sibling only multiplies.
 
     Raises:
         MC2ConstraintError: the kernel cannot do it, or ``gathered`` is neither; nothing was sent.
@@ -49,12 +49,9 @@ def gather_matmul(
             f"Redistribute for it with defer=True, or hand it the sequence shard."
         )
     lead = tuple(gathered.shape[:-1])
-    x = None if product_with is None else product_with.flatten(0, -2)
     if gathered.state is PendingState.READY:
-        whole = gathered.materialize()
         with computing("matmul"):
-            product = None if x is None else whole.flatten(0, -2).t().mm(x)
-            return whole @ weight_t, product
+            return gathered.materialize() @ weight_t, None
     if gathered.state is not PendingState.DEFERRED:
         raise MC2ConstraintError(
             f"Expected a gather that was not started, got {gathered!r}: it runs unfused already. "
@@ -88,7 +85,7 @@ def gather_matmul(
             [weight_t],
             layout,
             resolve_group(axis.group),
-            product_with=x,
+            product_with=None if product_with is None else product_with.flatten(0, -2),
             chunks=options.chunks,
         )
     if event is not None:

@@ -6,12 +6,13 @@ profiler and FlopCounterMode see one op with shapes and FLOPs, and nothing of wh
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from pending_dtensor.errors import collective_failed
 from pending_dtensor.events import Interval, named_in_profile
-from pending_dtensor.pending import wait_quietly
+
+_Started = TypeVar("_Started")
 
 
 class BlockedTime(threading.local):
@@ -106,12 +108,22 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def waiting_if_it_fails(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-    """If the block raises, waits for the ``buffers`` that collectives fill, as nobody else will."""
+def waiting_if_it_fails(
+    started: Sequence[_Started],
+    wait_for: Callable[[_Started], object] = torch.ops._c10d_functional.wait_tensor,
+) -> Iterator[None]:
+    """If the block raises, waits for what was started, as nobody else will.
+
+    Args:
+        started: buffers that collectives fill, or whatever ``wait_for`` takes.
+        wait_for: waits for one of them.
+    """
     try:
         yield
     except BaseException:
-        wait_quietly(buffers)
+        for one in started:
+            with contextlib.suppress(Exception):
+                wait_for(one)
         raise
 
 

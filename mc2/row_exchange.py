@@ -53,7 +53,7 @@ class RowExchange:
             WaitFailedError: one of the two has gone.
         """
         note_launch()
-        self._rows = received, sent  # not to be freed before they are filled, or sent
+        self._received = received
         self.above = (layout.rank + distance) % layout.ranks
         below = (layout.rank - distance) % layout.ranks
         # Gloo gives messages the timeout that the group was made with, not the one it has now.
@@ -94,6 +94,6 @@ class RowExchange:
             del self._works[0]  # not before: an interrupted wait has to be made up for
             self._arriving = 0
 
-    def register(self, received: torch.Tensor) -> None:
+    def register(self) -> None:
         """Makes ``wait_tensor(received)`` wait for the step."""
-        register_wait(received, self.wait)
+        register_wait(self._received, self.wait)

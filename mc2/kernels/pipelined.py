@@ -14,7 +14,6 @@ reduction are local, and differ between ranks where features do not divide evenl
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -66,43 +65,6 @@ class _Arrival(NamedTuple):
 _EXTRA_ARGS = "str group, int chunks, bool one_step"
 
 
-@all_gather_matmul_op("pipelined_all_gather_matmul", _EXTRA_ARGS)
-def _all_gather_matmul(
-    shard: torch.Tensor,
-    weights: list[torch.Tensor],
-    outer: int,
-    sizes: list[int],
-    inner: int,
-    rank: int,
-    gather_output: bool,
-    group: str,
-    chunks: int,
-    one_step: bool,
-) -> list[torch.Tensor]:
-    layout = RowLayout(outer, tuple(sizes), inner, rank)
-    return _gather(shard, weights, layout, gather_output, group, chunks, one_step)
-
-
-@all_gather_matmul_product_op("pipelined_all_gather_matmul_product", _EXTRA_ARGS)
-def _all_gather_matmul_product(
-    x: torch.Tensor,
-    shard: torch.Tensor,
-    weights: list[torch.Tensor],
-    outer: int,
-    sizes: list[int],
-    inner: int,
-    rank: int,
-    gather_output: bool,
-    group: str,
-    chunks: int,
-    one_step: bool,
-) -> list[torch.Tensor]:
-    layout = RowLayout(outer, tuple(sizes), inner, rank)
-    product = _Product(x, shard.shape[1], layout)
-    results = _gather(shard, weights, layout, gather_output, group, chunks, one_step, product)
-    return [product.finished(), *results]
-
-
 class _Product:
     """``gathered.T @ x``, added up piece by piece in the order in which they are used.
 
@@ -140,22 +102,32 @@ class _Product:
 def _gather(
     shard: torch.Tensor,
     weights: list[torch.Tensor],
-    layout: RowLayout,
+    outer: int,
+    sizes: list[int],
+    inner: int,
+    rank: int,
     gather_output: bool,
     group: str,
     chunks: int,
     one_step: bool,
-    product: _Product | None = None,
+    *,
+    x: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """``[gathered, *outs]`` of `Kernel.all_gather_matmul`; fills ``product`` too."""
-    rank, features = layout.rank, shard.shape[1]
-    not_gathered = shard.new_empty(0)
+    """``[gathered, *outs]`` of `Kernel.all_gather_matmul`; with ``x``, the product before them."""
+    layout = RowLayout(outer, tuple(sizes), inner, rank)
+    features = shard.shape[1]
+    product = None if x is None else _Product(x, features, layout)
+
+    def results(gathered: torch.Tensor | None, outs: list[torch.Tensor]) -> list[torch.Tensor]:
+        made = [] if product is None else [product.finished()]
+        return [*made, shard.new_empty(0) if gathered is None else gathered, *outs]
+
     if one_step or layout.rows * features == 0:
         gathered = gather_rows(shard, layout, group)
         if product is not None:
             product.add_all(gathered)
         outs = [torch.mm(gathered, weight) for weight in weights]
-        return [gathered if gather_output else not_gathered, *outs]
+        return results(gathered if gather_output else None, outs)
 
     gathered = shard.new_empty(layout.rows, features) if gather_output else None
     outs = [shard.new_empty(layout.rows, weight.shape[1]) for weight in weights]
@@ -198,7 +170,7 @@ def _gather(
         return arrivals
 
     distances = range(1, layout.ranks)
-    try:
+    with waiting_if_it_fails(started, lambda exchange: exchange.wait()):
         in_flight = [start(distance) for distance in distances[:_PEERS_IN_FLIGHT]]
         for own in layout.pieces(rank, min(chunks, layout.outer)):
             use(layout.select_local(shard, rank, own), rank, own)
@@ -211,12 +183,15 @@ def _gather(
                 in_flight.append(start(distance + _PEERS_IN_FLIGHT))
         for exchange in started:
             wait(exchange.wait, "the others to take its rows")
-    except BaseException:
-        for exchange in started:
-            with contextlib.suppress(Exception):
-                exchange.wait()
-        raise
-    return [not_gathered if gathered is None else gathered, *outs]
+    return results(gathered, outs)
+
+
+_all_gather_matmul = all_gather_matmul_op("pipelined_all_gather_matmul", _EXTRA_ARGS)(_gather)
+
+
+@all_gather_matmul_product_op("pipelined_all_gather_matmul_product", _EXTRA_ARGS)
+def _all_gather_matmul_product(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
+    return _gather(*args, x=x)
 
 
 @matmul_reduce_scatter_op("pipelined_matmul_reduce_scatter", _EXTRA_ARGS)
@@ -315,7 +290,7 @@ def _start_blocks(
                 piece = _at(mine, index)
                 rows = sent.new_empty(0 if piece is None else piece.rows, features)
                 exchange = RowExchange(rows, sent, distance, layout, process_group)
-                exchange.register(rows)
+                exchange.register()
                 received.append(rows)
         return [*(block(rank, piece) for piece in mine), *received]
 
