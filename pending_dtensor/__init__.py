@@ -6,6 +6,7 @@ from pending_dtensor.dispatch import full_gather_fallback
 from pending_dtensor.errors import NotFusedError
 from pending_dtensor.events import OverlapEvent
 from pending_dtensor.fused_rules import register_fused_rule
+from pending_dtensor.gloo_workers import use_one_gloo_worker
 from pending_dtensor.hyper_dtensor import HyperDTensor, distribute_tensor
 from pending_dtensor.overlap_log import OverlapLog, record_overlap
 from pending_dtensor.pending import PendingState
@@ -23,4 +24,5 @@ __all__ = [
     "full_gather_fallback",
     "record_overlap",
     "register_fused_rule",
+    "use_one_gloo_worker",
 ]

@@ -5,7 +5,9 @@ Anything imported from here may move with a torch release; nothing else in the p
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import os
+from datetime import timedelta
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed._functional_collectives import (
@@ -35,6 +37,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "OutputSharding",
+    "ProcessGroupGloo",
     "TensorMeta",
     "TransformInfo",
     "accumulating_gradient",
@@ -52,6 +55,7 @@ __all__ = [
     "keep_compile_context",
     "mesh_axis_group",
     "no_dispatch",
+    "one_worker_options",
     "plan_redistribution",
     "profiler_is_on",
     "reserve_sequence_nr",
@@ -177,3 +181,20 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 def work_registry_size() -> int:
     """Number of collectives launched through functional collectives and not waited for yet."""
     return torch._C._distributed_c10d._get_work_registry_size()
+
+
+# None in a build of torch without gloo.
+ProcessGroupGloo: Any = getattr(torch.distributed, "ProcessGroupGloo", None)
+
+
+def one_worker_options(timeout: timedelta) -> Any:
+    """Options of a gloo group with one worker, else as torch makes them when it is given none."""
+    options = ProcessGroupGloo._Options()
+    options._threads = 1
+    options._timeout = timeout
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(names) > 1:
+        options._devices = [ProcessGroupGloo.create_device(interface=n) for n in names.split(",")]
+    else:
+        options._devices = [ProcessGroupGloo.create_default_device()]
+    return options

@@ -100,6 +100,9 @@ def _join_group(config: RankConfig) -> RankOutcome:
     import torch
     import torch.distributed as dist
 
+    from pending_dtensor import use_one_gloo_worker
+
+    use_one_gloo_worker()  # two corrupt the heap in one of ten runs of test_pending_local
     torch.set_num_threads(1)
     torch.set_warn_always(True)  # else a warning fails the first test that meets it, and no other
     dist.init_process_group(

@@ -68,6 +68,9 @@ def join_default_group() -> tuple[int, int]:
     """In a script: joins all ranks in one gloo group; returns the rank and the world size."""
     import torch.distributed as dist
 
+    from pending_dtensor import use_one_gloo_worker
+
+    use_one_gloo_worker()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Ends a rank whose parent was killed and cannot end it.
     faulthandler.dump_traceback_later(float(os.environ["SCRIPT_TIMEOUT_S"]) + 30, exit=True)

@@ -31,6 +31,8 @@ from tests.common.distributed_launcher import IN_RANK_PROCESS, RankContext, Rank
 if TYPE_CHECKING or IN_RANK_PROCESS:
     import torch.distributed as dist
 
+    from pending_dtensor import use_one_gloo_worker
+
 # Of the step that goes wrong; all that has to go right gets the time that a busy machine needs.
 TIMEOUT_S = 3.0
 LIMIT_S = 60.0
@@ -179,6 +181,7 @@ def _next_store(ranks: int) -> Any:
 
 def join(rank: int, ranks: int) -> None:
     """In a rank: makes a default group of ``ranks``, with time enough."""
+    use_one_gloo_worker()
     dist.init_process_group(
         "gloo",
         store=_next_store(ranks),

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from examples.torch.llama3.data import batches, load_text
 from examples.torch.llama3.model import ModelArgs, Transformer
 from examples.torch.llama3.parallelize import parallelize_llama3
-from pending_dtensor import record_overlap
+from pending_dtensor import record_overlap, use_one_gloo_worker
 
 MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
 
@@ -169,6 +169,7 @@ def run_rank(rank: int, runs: Sequence[argparse.Namespace], store: str | None = 
     device, ranks = runs[0].device, runs[0].tp
     if device != "cpu":
         torch.accelerator.set_device_index(rank)
+    use_one_gloo_worker()
     backend = dist.get_default_backend_for_device(device)
     if store is None:
         dist.init_process_group(backend)
