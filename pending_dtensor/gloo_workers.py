@@ -42,7 +42,7 @@ def use_one_gloo_worker() -> None:
     ProcessGroupGloo.__init__ = _init_with_one_worker
 
 
-_init = object.__init__ if ProcessGroupGloo is None else ProcessGroupGloo.__init__
+_init: Any = object.__init__ if ProcessGroupGloo is None else ProcessGroupGloo.__init__
 
 
 @functools.wraps(_init)
