@@ -2,14 +2,12 @@
 
 from parallel_styles.mc2_styles import MC2ColwiseParallel, MC2RowwiseParallel
 from parallel_styles.parallelize import parallelize_module
-from parallel_styles.styles import (
-    ColwiseParallel,
+from parallel_styles.prepare_module import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
 )
+from parallel_styles.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 __all__ = [
     "ColwiseParallel",

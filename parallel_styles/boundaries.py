@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,6 +18,15 @@ from pending_dtensor.hyper_dtensor import as_hyper, local_to_hyper, take_local
 from pending_dtensor.torch_compat import is_tracing
 
 Layouts = Sequence[Placement]
+
+
+def check_layout(style: ParallelStyle, name: str, layout: Any) -> None:
+    """Raises TypeError unless ``layout`` is a placement or None."""
+    if layout is not None and not isinstance(layout, Placement):
+        raise TypeError(
+            f"Expected a Placement or None as {name}, got {layout!r} ({type(style).__name__}). "
+            f"Pass one of Shard, Replicate or Partial."
+        )
 
 
 def attach_style(
@@ -90,17 +99,19 @@ def as_layout(
     *,
     async_op: bool,
     module: nn.Module | None = None,
+    side: Literal["input", "output"] = "input",
 ) -> HyperDTensor:
     """``tensor`` as a HyperDTensor in ``desired``; ``layouts`` is what a plain tensor is in.
 
-    ``module`` is named if `debug_consistency` finds that ranks hand it different tensors.
+    ``module``, whose ``side`` it is, is named if `debug_consistency` finds that ranks have
+    different tensors there.
     """
     if isinstance(tensor, DTensor):
         hyper = as_hyper(tensor)
         desired = desired or layouts
     else:
         named = module is not None and checking()
-        where = f"input of {module_name(module)}" if named else "from_local"
+        where = f"{side} of {module_name(module)}" if named else "from_local"
         hyper = local_to_hyper(tensor, mesh, layouts, async_backward=async_op, where=where)
     if desired is None or (hyper.device_mesh == mesh and _same_placements(hyper, desired)):
         return hyper

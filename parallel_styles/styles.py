@@ -19,15 +19,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
-from mc2.shared_gather import deferred_gather
 from parallel_styles.boundaries import (
     Layouts,
     as_layout,
     attach_style,
+    check_layout,
     first_input,
     prepare_layer_output,
 )
-from pending_dtensor.hyper_dtensor import as_hyper
 from pending_dtensor.torch_compat import is_tracing
 
 
@@ -61,8 +60,8 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         use_local_output: bool = True,
         async_op: bool = True,
     ) -> None:
-        _check_layout(self, "input_layouts", input_layouts)
-        _check_layout(self, "output_layouts", output_layouts)
+        check_layout(self, "input_layouts", input_layouts)
+        check_layout(self, "output_layouts", output_layouts)
         super().__init__(
             input_layouts=input_layouts,
             output_layouts=output_layouts,
@@ -115,8 +114,8 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
         use_local_output: bool = True,
         async_op: bool = True,
     ) -> None:
-        _check_layout(self, "input_layouts", input_layouts)
-        _check_layout(self, "output_layouts", output_layouts)
+        check_layout(self, "input_layouts", input_layouts)
+        check_layout(self, "output_layouts", output_layouts)
         super().__init__(
             input_layouts=input_layouts,
             output_layouts=output_layouts,
@@ -224,186 +223,6 @@ class SequenceParallel(torch_parallel.SequenceParallel):
         return f"{super().__repr__()[:-1]}, async_op={self.async_op})"
 
 
-class PrepareModuleInput(torch_parallel.PrepareModuleInput):
-    """Turns a module's inputs into DTensors and redistributes them, synchronously.
-
-    Arguments are torch's. A DTensor input is redistributed by the placement it has, whatever
-    ``input_layouts`` says of plain tensors.
-
-    With ``defer=True`` a gather to Replicate is not started: the MC2 layers inside the module fuse
-    it with their matmul, and share it. Nothing else may read the input then.
-
-    Raises:
-        AssertionError: layouts of different lengths, as in torch.
-        ValueError: ``defer`` with ``use_local_output``; at call, another number of inputs than of
-            layouts.
-        TypeError: layouts that are no placements; at call, for an input with a layout that is no
-            tensor.
-    """
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        input_kwarg_layouts: dict[str, Placement] | None = None,
-        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
-        use_local_output: bool = False,
-        defer: bool = False,
-    ) -> None:
-        if defer and use_local_output:
-            raise ValueError(
-                "Expected use_local_output=False with defer=True, got True (PrepareModuleInput). A "
-                "deferred gather can be read by an MC2 layer only, which wants the DTensor."
-            )
-        _check_layouts(self, "input_layouts", input_layouts)
-        _check_layouts(self, "desired_input_layouts", desired_input_layouts)
-        _check_named_layouts(self, "input_kwarg_layouts", input_kwarg_layouts)
-        _check_named_layouts(self, "desired_input_kwarg_layouts", desired_input_kwarg_layouts)
-        super().__init__(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_output,
-        )
-        self.defer = defer
-
-    def _prepare_input_arg(
-        self,
-        input: Any,
-        mesh: DeviceMesh,
-        input_layout: Placement | None,
-        desired_layout: Placement | None,
-    ) -> Any:
-        if is_tracing():
-            if self.defer and desired_layout == Replicate():
-                # No graph can hold a deferred value. MC2 layers, which are left out of the graph,
-                # defer and share the gather of a tensor that is still sharded.
-                desired_layout = input_layout
-            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
-        if input_layout is None:
-            return input
-        if self.defer and desired_layout == Replicate() and isinstance(input, torch.Tensor):
-            sharded = as_layout(input, mesh, (input_layout,), async_op=True)
-            return deferred_gather(sharded, (desired_layout,))
-        return _converted(self, input, mesh, input_layout, desired_layout, self.use_local_output)
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, defer={self.defer})"
-
-
-class PrepareModuleOutput(torch_parallel.PrepareModuleOutput):
-    """Turns a module's outputs into DTensors and redistributes them, synchronously.
-
-    Arguments are torch's. A DTensor output is redistributed by the placement it has, whatever
-    ``output_layouts`` says of plain tensors.
-
-    Raises:
-        AssertionError: layouts of different lengths, as in torch.
-        ValueError: at call, for another number of outputs than of layouts.
-        TypeError: layouts that are no placements; at call, for an output with a layout that is no
-            tensor.
-    """
-
-    def __init__(
-        self,
-        *,
-        output_layouts: Placement | tuple[Placement | None, ...],
-        desired_output_layouts: Placement | tuple[Placement, ...],
-        use_local_output: bool = True,
-    ) -> None:
-        _check_layouts(self, "output_layouts", output_layouts, optional=False)
-        _check_layouts(self, "desired_output_layouts", desired_output_layouts, optional=False)
-        super().__init__(
-            output_layouts=output_layouts,
-            desired_output_layouts=desired_output_layouts,
-            use_local_output=use_local_output,
-        )
-
-    def _prepare_out_fn(self, outputs: Any, device_mesh: DeviceMesh) -> Any:
-        if is_tracing():
-            return super()._prepare_out_fn(outputs, device_mesh)
-        listed = outputs if isinstance(outputs, tuple) else (outputs,)
-        if len(listed) != len(self.output_layouts):
-            raise ValueError(
-                f"Expected {len(self.output_layouts)} outputs, one for each of output_layouts, got "
-                f"{len(listed)} (PrepareModuleOutput). Give None for outputs to leave alone."
-            )
-        prepared = tuple(
-            out
-            if layout is None
-            else _converted(self, out, device_mesh, layout, desired, self.use_local_output)
-            for out, layout, desired in zip(
-                listed, self.output_layouts, self.desired_output_layouts, strict=True
-            )
-        )
-        return prepared[0] if len(prepared) == 1 else prepared
-
-
-class PrepareModuleInputOutput(torch_parallel.PrepareModuleInputOutput):
-    """`PrepareModuleInput` and `PrepareModuleOutput` in one; arguments are torch's."""
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        input_kwarg_layouts: dict[str, Placement] | None = None,
-        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
-        use_local_input: bool = False,
-        output_layouts: Placement | tuple[Placement | None, ...],
-        desired_output_layouts: Placement | tuple[Placement, ...],
-        use_local_output: bool = True,
-    ) -> None:
-        self.prepare_module_input = PrepareModuleInput(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_input,
-        )
-        self.prepare_module_output = PrepareModuleOutput(
-            output_layouts=output_layouts,
-            desired_output_layouts=desired_output_layouts,
-            use_local_output=use_local_output,
-        )
-
-
-def _check_layout(style: ParallelStyle, name: str, layout: Any) -> None:
-    """Raises TypeError unless ``layout`` is a placement or None."""
-    if layout is not None and not isinstance(layout, Placement):
-        raise TypeError(
-            f"Expected a Placement or None as {name}, got {layout!r} ({type(style).__name__}). "
-            f"Pass one of Shard, Replicate or Partial."
-        )
-
-
-def _check_layouts(style: ParallelStyle, name: str, layouts: Any, *, optional: bool = True) -> None:
-    """Raises TypeError unless it is a placement, or a sequence of them and of None; or None."""
-    if isinstance(layouts, Placement) or (optional and layouts is None):
-        return
-    if not isinstance(layouts, (tuple, list)):
-        raise TypeError(
-            f"Expected a Placement, or a tuple of them, as {name}, got {layouts!r} "
-            f"({type(style).__name__}). Pass one for each input or output."
-        )
-    for layout in layouts:
-        _check_layout(style, name, layout)
-
-
-def _check_named_layouts(style: ParallelStyle, name: str, layouts: Any) -> None:
-    if layouts is None:
-        return
-    if not isinstance(layouts, dict):
-        raise TypeError(
-            f"Expected a dict of placements by argument as {name}, got {layouts!r} "
-            f"({type(style).__name__})."
-        )
-    for layout in layouts.values():
-        _check_layout(style, name, layout)
-
-
 _LAYER_STYLES = (torch_parallel.ColwiseParallel, torch_parallel.RowwiseParallel)
 
 
@@ -465,25 +284,3 @@ def _parallelize_layer(
 
     prepare_output = prepare_layer_output(style, mesh)
     return attach_style(style, module, mesh, partition, prepare_input, prepare_output)
-
-
-def _converted(
-    style: ParallelStyle,
-    value: Any,
-    mesh: DeviceMesh,
-    layout: Placement,
-    desired: Placement | None,
-    use_local: bool,
-) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"Expected a torch.Tensor or DTensor where a layout is given, got "
-            f"{type(value).__name__} ({type(style).__name__}, layout {layout}). Give None as the "
-            f"layout of what shall be left alone."
-        )
-    wanted = None if desired is None else (desired,)
-    if isinstance(value, DTensor) and wanted is None:
-        hyper = as_hyper(value)
-    else:
-        hyper = as_layout(value, mesh, (layout,), wanted, async_op=False)
-    return hyper.to_local() if use_local else hyper
