@@ -1,4 +1,4 @@
-"""Calls of a kernel from deferred values: each checked first, and one event in the overlap log."""
+"""Calls of a kernel from deferred values: each that ran is one event in the overlap log."""
 
 from __future__ import annotations
 
@@ -70,15 +70,6 @@ def gather_matmul(
             chunks=options.chunks,
             holds=holds(part.size(recipe.dim), recipe.sizes[axis.rank]),
         )
-    event = record_event(
-        "all_gather",
-        kernel=options.kernel,
-        shape=tuple(gathered.shape),
-        dtype=part.dtype,
-        message_elements=layout.max_rows * layout.ranks * part.shape[-1],
-        group=axis.group,
-        device=part.device.type,
-    )
     with computing("all_gather_matmul"):
         result = get_kernel(options.kernel).all_gather_matmul(
             part.flatten(0, -2),
@@ -88,8 +79,18 @@ def gather_matmul(
             product_with=None if product_with is None else product_with.flatten(0, -2),
             chunks=options.chunks,
         )
+    report = result.report
+    event = record_event(
+        "all_gather",
+        kernel=options.kernel,
+        shape=tuple(gathered.shape),
+        dtype=part.dtype,
+        message_elements=layout.max_rows * layout.ranks * part.shape[-1],
+        group=axis.group,
+        device=part.device.type,
+        started=report.began,
+    )
     if event is not None:
-        report = result.report
         event.ran_in_kernel(report.launched, report.waits, str(report), readable=True)
     assert result.gathered is not None
     gathered.complete(result.gathered.view(gathered.shape))
@@ -145,15 +146,6 @@ def linear_reduce_scatter(
             dtype=local.dtype,
             chunks=options.chunks,
         )
-    event = record_event(
-        "reduce_scatter",
-        kernel=options.kernel,
-        shape=(*local.shape[:dim], sizes[axis.rank], *local.shape[dim + 1 :]),
-        dtype=local.dtype,
-        message_elements=layout.max_rows * layout.ranks * local.shape[-1],
-        group=axis.group,
-        device=local.device.type,
-    )
     kernel = get_kernel(options.kernel)
     # A copy, for the output may be read after the optimizer has written to the bias. Made first:
     # nothing may fail between the launch and the value that owns it.
@@ -162,13 +154,23 @@ def linear_reduce_scatter(
         started = kernel.start_matmul_reduce_scatter(
             terms, layout, resolve_group(axis.group), chunks=options.chunks
         )
+    report = started.report
+    shape = (*local.shape[:dim], sizes[axis.rank], *local.shape[dim + 1 :])
+    event = record_event(
+        "reduce_scatter",
+        kernel=options.kernel,
+        shape=shape,
+        dtype=local.dtype,
+        message_elements=layout.max_rows * layout.ranks * local.shape[-1],
+        group=axis.group,
+        device=local.device.type,
+        started=report.began,
+    )
     if event is not None:
-        report = started.report
         finished = kernel.start_op is None
         event.ran_in_kernel(report.launched, report.waits, str(report), readable=finished)
         if finished:
             event = None  # a later read waits for nothing
-    shape = (*local.shape[:dim], sizes[axis.rank], *local.shape[dim + 1 :])
 
     def finish(*buffers: torch.Tensor) -> torch.Tensor:
         out = started.finish(*buffers).view(shape)

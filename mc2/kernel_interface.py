@@ -37,14 +37,15 @@ class KernelReport:
         kernel: its name.
         chunks: the most pieces that the rows of one rank were cut into; 1 means uncut.
         steps: communication calls it made; 1 means a single collective.
-        launched: when it sent the first message [s of ``time.perf_counter``]; None if that is not
-            known.
+        began: when it began, after all checks [s of ``time.perf_counter``].
+        launched: when it sent the first message [s]; None if that is not known.
         waits: when the host was blocked on communication; none where streams wait instead.
     """
 
     kernel: str
     chunks: int
     steps: int
+    began: float
     launched: float | None
     waits: tuple[Interval, ...]
 
@@ -315,7 +316,12 @@ class Kernel(ABC):
 
     def _report(self, schedule: Schedule, blocked: BlockedTime) -> KernelReport:
         return KernelReport(
-            self.name, schedule.chunks, schedule.steps, blocked.launched, blocked.waits
+            self.name,
+            schedule.chunks,
+            schedule.steps,
+            blocked.began,
+            blocked.launched,
+            blocked.waits,
         )
 
     @property

@@ -28,10 +28,12 @@ class BlockedTime(threading.local):
     """What this thread did in a kernel since `blocked_time` was entered.
 
     Attributes:
+        began: when that was [s].
         launched: when the first message was sent [s], or None.
         waits: when it waited for one.
     """
 
+    began: float = 0.0
     launched: float | None = None
     waits: tuple[Interval, ...] = ()
 
@@ -55,7 +57,7 @@ def blocked_time(
     Raises:
         CollectiveFailedError: a wait inside the block failed.
     """
-    _blocked.launched, _blocked.waits = None, ()
+    _blocked.began, _blocked.launched, _blocked.waits = time.perf_counter(), None, ()
     try:
         yield _blocked
     except WaitFailedError as failed:

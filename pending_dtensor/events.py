@@ -183,8 +183,9 @@ def record_event(
     kernel: str = "unfused",
     device: str = "cpu",
     detail: str = "",
+    started: float | None = None,
 ) -> OverlapEvent | None:
-    """Adds an event to every open log.
+    """Adds an event to every open log; one that ``started`` now, if that is None.
 
     Returns:
         The event, for its waits to be marked, or None if no log is open.
@@ -199,7 +200,7 @@ def record_event(
         dtype=dtype,
         bytes=message_elements * itemsize,
         group=group,
-        started=time.perf_counter(),
+        started=time.perf_counter() if started is None else started,
         device=device,
         detail=detail,
     )
@@ -217,7 +218,9 @@ class _Computing:
     def __enter__(self) -> None:
         self._began = time.perf_counter()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error_type: object, *_: object) -> None:
+        if error_type is not None:
+            return  # refused, or broken off: nothing was computed
         span = ComputeSpan(self._name, self._began, time.perf_counter())
         for log in _open_logs:
             log.spans.append(span)

@@ -17,6 +17,10 @@ if IN_RANK_PROCESS:
     import torch.nn.functional as F
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+    from mc2 import MC2ConstraintError
+    from mc2.deferred_matmul import DeferredMatmul, Term, defer_matmul
+    from mc2.fused_calls import gather_matmul
+    from mc2.options import FusionOptions
     from pending_dtensor import (
         HyperDTensor,
         PendingLocal,
@@ -119,6 +123,35 @@ def test_a_log_keeps_no_tensor_alive(ctx: RankContext) -> None:
         del value
         assert life() is None
     assert len(log.events) == 1
+
+
+@pytest.mark.parametrize("kernel", ["decomposed", "pipelined"])
+@on_ranks(2)
+def test_a_fused_call_that_the_kernel_refuses_is_not_logged(ctx: RankContext, kernel: str) -> None:
+    """No layer checked it before: it is made of deferred values by hand."""
+    mesh, options = ctx.mesh(), FusionOptions(kernel)
+    shard = HyperDTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
+    gathered = redistribute_deferred(shard, [Replicate()])._local_tensor
+    weight_t = torch.ones(4, 3)
+
+    def summed(weight_t: torch.Tensor) -> torch.Tensor:
+        product = defer_matmul(DeferredMatmul([Term(torch.ones(4, 4), weight_t)], (4,), options))
+        partial = HyperDTensor.from_local(product, mesh, [Partial()])
+        return partial.redistribute(placements=[Shard(0)]).to_local()
+
+    with record_overlap() as log:
+        for call in summed, lambda weight_t: gather_matmul(gathered, weight_t, options):
+            with pytest.raises(MC2ConstraintError, match=r"one dtype, got torch\.float32"):
+                call(weight_t.double())
+        assert (log.events, log.spans) == ([], [])
+        same(summed(weight_t), torch.full((2, 3), 8.0))
+        same(gather_matmul(gathered, weight_t, options)[0], torch.full((4, 3), 4.0))
+    assert [(event.kind, event.kernel) for event in log.events] == [
+        ("reduce_scatter", kernel),
+        ("all_gather", kernel),
+    ]
+    for event in log.events:
+        assert event.launched is None or event.started <= event.launched
 
 
 # --- fused rules
