@@ -18,9 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from pending_dtensor.consistency import check_consistent, checking, holds
 from pending_dtensor.errors import InFlightInputModifiedError, ProcessGroupGoneError
 from pending_dtensor.events import named_in_profile, record_event
-from pending_dtensor.pending import Launch
-from pending_dtensor.pending_local import PendingLocal, materialized
-from pending_dtensor.torch_compat import below_autograd, group_is_alive, mesh_axis_group
+from pending_dtensor.pending import Launch, PendingState
+from pending_dtensor.pending_local import PendingLocal, materialized, register_deferred_op
+from pending_dtensor.torch_compat import (
+    below_autograd,
+    group_is_alive,
+    in_backward,
+    mesh_axis_group,
+)
 
 _functional = torch.ops._c10d_functional
 
@@ -167,6 +172,29 @@ def defer_all_gather(
     shape = _with_size(local.shape, dim, sum(sizes))
     recipe = DeferredAllGather(local, dim, axis, sizes)
     return PendingLocal.deferred(recipe, shape, local.dtype, local.device, group=axis.group)
+
+
+def _add(first: PendingLocal, second: torch.Tensor, *, alpha: object = 1) -> object:
+    """In backward the sum of two like gathers is the gather of a sum, and stays deferred.
+
+    So autograd adds up the gradients of one value that was reduced twice. Anywhere else to add is
+    to read.
+    """
+    if not in_backward() or alpha != 1 or not isinstance(second, PendingLocal):
+        return NotImplemented
+    whole = not first.is_view and not second.is_view
+    a, b = first.recipe, second.recipe
+    if not whole or second.state is not PendingState.DEFERRED:
+        return NotImplemented
+    if not isinstance(a, DeferredAllGather) or not isinstance(b, DeferredAllGather):
+        return NotImplemented
+    if (a.dim, a.axis, a.sizes) != (b.dim, b.axis, b.sizes):
+        return NotImplemented
+    part = a.source("a sum of gradients") + b.source("a sum of gradients")
+    return defer_all_gather(part, a.dim, a.axis, a.sizes)
+
+
+register_deferred_op(DeferredAllGather.kind, torch.ops.aten.add.Tensor, _add)
 
 
 def reduce_scatter(

@@ -29,7 +29,7 @@ from pending_dtensor.errors import (
     collective_failed,
 )
 from pending_dtensor.events import OverlapEvent, computing, named_in_profile
-from pending_dtensor.torch_compat import below_autograd
+from pending_dtensor.torch_compat import below_autograd, in_backward
 
 Finish = Callable[..., torch.Tensor]
 
@@ -246,11 +246,18 @@ class Pending:
                 recipe = self._recipe
                 assert recipe is not None
                 if not recipe.is_local:
+                    of_gradient = (
+                        " In backward it is the gradient of a sum that a fused layer reduces: "
+                        "nothing else may read that sum before it is reduced."
+                        if in_backward()
+                        else ""
+                    )
                     raise DeferredReadError(
                         f"Expected a deferred {self.kind} to be read by an operation that a fused "
                         f"rule covers, got {consumer} (group {self.group!r}). Use it in the layer "
                         f"it was deferred for, redistribute with async_op=True instead of "
                         f"deferring, or call .start() on it on every rank to run it unfused."
+                        f"{of_gradient}"
                     )
                 with torch.no_grad(), self._mode_of_creation():
                     self.complete(recipe.compute())

@@ -162,6 +162,11 @@ def accumulating_gradient() -> bool:
     return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
+def in_backward() -> bool:
+    """Whether autograd's engine runs on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def reserve_sequence_nr() -> None:
     """Uses up one autograd sequence number, leaving a free place in the order of backward.
 

@@ -21,6 +21,8 @@ if IN_RANK_PROCESS:
     from torch.utils.checkpoint import checkpoint
 
     from mc2 import MC2ConstraintError, MC2Linear, fused_calls
+    from mc2.autograd import RowLinear
+    from mc2.options import FusionOptions
     from parallel_styles import (
         ColwiseParallel,
         MC2ColwiseParallel,
@@ -30,6 +32,8 @@ if IN_RANK_PROCESS:
     )
     from pending_dtensor import distribute_tensor, record_overlap
     from pending_dtensor.errors import DeferredReadError, InFlightInputModifiedError
+    from pending_dtensor.hyper_dtensor import redistribute_deferred
+    from pending_dtensor.linear import plan_linear
     from tests.common.mc2_models import (
         QKVO,
         calls,
@@ -494,6 +498,56 @@ def test_others_may_read_what_a_fused_layer_has_gathered(ctx: RankContext, kerne
     assert got.calls[:2] == [(AG, kernel), (RS, kernel)]
     assert (RS, "unfused") in got.calls
     assert ("fallback", "unfused") in got.calls
+
+
+@each_kernel
+@on_ranks(2, 4)
+def test_a_row_by_hand_that_is_read_twice(ctx: RankContext, kernel: str) -> None:
+    """Reduced twice, its gradients are added before the one gather; read otherwise, it is told."""
+    mesh, group = ctx.mesh(), ctx.mesh().get_group().group_name
+    wholes = [whole_numbers(*shape, seed=seed) for seed, shape in enumerate((SHAPE, (8, 8), (8,)))]
+
+    def row(*operands: torch.Tensor) -> Any:
+        plan = plan_linear(*(operand._spec for operand in operands))
+        return RowLinear.apply(*operands, plan, FusionOptions(kernel), group)
+
+    def leaves() -> list[Any]:
+        placed = zip(wholes, (Shard(2), Shard(1), Replicate()), strict=True)
+        return [distribute_tensor(x, mesh, [p]).requires_grad_() for x, p in placed]
+
+    def on_both(out: Any, again: Any) -> Any:
+        return F.relu(out) + again * 2
+
+    alone = [x.clone().requires_grad_() for x in wholes]
+    expected = F.linear(*alone)
+    on_both(expected, expected).backward(upstream(SHAPE, torch.float32))
+    grad = distribute_tensor(upstream(SHAPE, torch.float32), mesh, [Shard(1)])
+
+    operands = leaves()
+    with record_overlap() as log:
+        out = row(*operands)
+        result = on_both(*(redistribute_deferred(out, [Shard(1)]) for _ in range(2)))
+        result.backward(grad)
+    assert calls(log) == [(RS, kernel), (RS, kernel), (AG, kernel)]
+    assert torch.equal(full(result), on_both(expected, expected))
+    for leaf, twin in zip(operands, alone, strict=True):
+        assert torch.equal(full(leaf.grad), twin.grad)
+
+    others: dict[str, tuple[Callable[[Any], Any], Any]] = {
+        "whole": (lambda out: out.redistribute(placements=[Replicate()]), Replicate()),
+        "another dim": (lambda out: redistribute_deferred(out, [Shard(0)]), Shard(0)),
+        "unreduced": (lambda out: out * 2, Replicate()),
+    }
+
+    def check(name: str, other: Any) -> None:
+        read, placement = other
+        out = row(*leaves())
+        outs = redistribute_deferred(out, [Shard(1)]), read(out)
+        grads = grad, distribute_tensor(upstream(SHAPE, torch.float32), mesh, [placement])
+        with nothing_launched(), pytest.raises(DeferredReadError, match="else may read that sum"):
+            torch.autograd.backward(outs, grads)
+
+    by_name(others, check)
 
 
 @each_kernel

@@ -52,7 +52,8 @@ class Value:
         kernel: that a deferred matmul waits for.
         bias: whether a bias is to be added to it.
         used: whether a ``partial`` has gone into an op. Its gradient may be a deferred gather,
-            which autograd could not add to another; layers, too, use what they reduce once.
+            which autograd can add to another of its kind only.
+        gathers: whether that was by ops whose gradients all are deferred gathers.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Value:
     kernel: str = ""
     bias: bool = False
     used: bool = False
+    gathers: bool = False
 
     @property
     def is_deferred(self) -> bool:
@@ -166,9 +168,10 @@ class FusedRuleMachine(RuleBasedStateMachine):
         assert self.setup is not None
         if not self.numbers(is_partial):
             self.row(pick, 0, False, Options())
-        number = self.pick(pick, is_partial)
+        defer = how == "defer"
+        number = self.pick(pick, lambda v: is_partial(v) or (v.gathers and defer))
         partial = self.values[number]
-        partial.used = True
+        partial.used, partial.gathers = True, defer
         args = (self.setup.sequence_dim, how)
         events = [(RS, partial.kernel if partial.is_deferred else "unfused")]
         self.note("reduce", number, args=args, makes=Value("shard"), events=events)
