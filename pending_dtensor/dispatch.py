@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from pending_dtensor.events import record_event
 from pending_dtensor.pending_local import materialized
@@ -23,6 +23,8 @@ from pending_dtensor.torch_compat import (
     OutputSharding,
     TensorMeta,
     accumulating_gradient,
+    in_backward,
+    is_mask_partial,
     is_tracing,
     no_dispatch,
 )
@@ -219,7 +221,7 @@ class OpDispatcher:
             if id(out) in owners:
                 return owners[id(out)][1]
             if type(out) is DTensor and not any(out is arg for arg in torch_args):
-                return self._wrap(out._local_tensor, out._spec)
+                return self._wrap(out._local_tensor, _with_masks_applied(out, args))
             return out
 
         return wrap(result)
@@ -266,6 +268,30 @@ class OpDispatcher:
             return out
 
         return wrap(op(*whole_args, **whole_kwargs))
+
+
+def _with_masks_applied(out: DTensor, args: tuple[Any, ...]) -> DTensorSpec:
+    """The spec of an op's output, which is an ordinary Partial if the op made a masked one.
+
+    An embedding sharded by rows looks up something for the indices of other ranks' rows. Torch
+    zeroes that when the output is reduced, and until then keeps the mask in the plan that all its
+    calls share: after an output that was dropped unreduced, by an error say, every other would be
+    refused. So it is zeroed here.
+    """
+    spec = out._spec
+    made = not any(isinstance(arg, DTensor) and _masks(arg._spec) for arg in args)
+    masks = _masks(spec) if made and not is_tracing() else []
+    for placement in masks:
+        placement.mask_buffer.apply_mask(out._local_tensor)
+        placement.mask_buffer.release_mask()
+    if not masks:
+        return spec
+    plain = tuple(Partial(p.reduce_op) if p in masks else p for p in spec.placements)
+    return with_placements(spec, plain)
+
+
+def _masks(spec: DTensorSpec) -> list[Any]:
+    return [placement for placement in spec.placements if is_mask_partial(placement)]
 
 
 def _finished(arg: Any) -> Any:
@@ -356,7 +382,7 @@ def _spec_for_missing_gradients(
     """
     if op not in (aten.cat.default, aten.stack.default):
         return None
-    if torch._C._current_graph_task_id() == -1:
+    if not in_backward():
         return None
     return next((arg._spec for arg in args[0] if isinstance(arg, DTensor)), None)
 

@@ -724,7 +724,7 @@ def test_layouts_of_another_number(ctx: RankContext) -> None:
         ctx.mesh(),
         PrepareModuleInput(input_layouts=both, desired_input_layouts=both),
     )
-    with pytest.raises(ValueError, match="module inputs and input_layouts should have same length"):
+    with pytest.raises(ValueError, match="Expected 2 inputs, one for each of input_layouts"):
         module(features())
     module = parallelize_module(
         Look(),
@@ -770,11 +770,23 @@ def test_an_input_that_does_not_fit_its_layout(ctx: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_a_row_embedding_cannot_give_partial_outputs(ctx: RankContext) -> None:
-    """Its partial output is masked, which no plain tensor can say; torch refuses it as well."""
-    layer = parallelize_module(embedding(), ctx.mesh(), RowwiseParallel(output_layouts=Partial()))
-    with pytest.raises(ValueError, match="Expected Shard or Replicate as a target"):
-        layer(indices())
+def test_a_row_embedding_whose_output_is_not_reduced(ctx: RankContext) -> None:
+    """Torch keeps its mask for that, in a plan that all calls share, and refuses the next one."""
+    mesh = ctx.mesh()
+    layer = parallelize_module(embedding(), mesh, RowwiseParallel(output_layouts=Partial()))
+    for tokens in (indices(), indices().flip(0)):
+        unread = layer(tokens)
+        summed = HyperDTensor.from_local(layer(tokens), mesh, [Partial()]).full_tensor()
+        assert torch.equal(summed, embedding()(tokens).detach())
+        del unread
+    theirs = torch_styles.parallelize_module(
+        embedding(), mesh, torch_styles.RowwiseParallel(input_layouts=Replicate())
+    )
+    theirs._forward_hooks.clear()
+    unreduced = theirs(indices())
+    with pytest.raises(RuntimeError, match="conflicting data"):
+        theirs(indices().flip(0))
+    unreduced.full_tensor()  # else it is refused in other tests, too
 
 
 @on_ranks(2)
