@@ -13,7 +13,8 @@ Each world size has one pool of rank processes, joined in one gloo group over a 
 A task names its function by module and qualified name; every rank imports the module, runs the
 function and sends back an outcome. After a failure of any kind the pool is replaced: ranks that
 raised while others sit in a collective cannot be brought back into step. Replacing is cheap, since
-ranks are forked from a server process that has imported torch, and has never run any of it.
+ranks are forked from a server process that has imported torch and the packages, and has never run
+any of it.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class RankPool:
             collective_timeout_s=collective_timeout_s,
             warning_filters=_settings.warning_filters,
         )
-        context = _fork_server()
+        context = fork_server()
         ours, theirs = context.Pipe()
         with theirs:
             process = context.Process(target=_be_a_rank, args=(theirs, config))
@@ -374,10 +375,10 @@ def rank_environment() -> dict[str, str]:
     return environment
 
 
-def _fork_server() -> multiprocessing.context.ForkServerContext:
+def fork_server() -> multiprocessing.context.ForkServerContext:
     """Starts the server if it does not run; ranks get its environment and its modules."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "tests.common.rank_process"])
+    context.set_forkserver_preload(["tests.common.preloaded"])
     with mock.patch.dict(os.environ, rank_environment(), PENDING_DTENSOR_RANK_PROCESS="1"):
         multiprocessing.forkserver.ensure_running()
     return context

@@ -1,21 +1,27 @@
-"""Runs a script as N fresh rank processes: for tests of what happens when a process ends."""
+"""Runs a script as N rank processes of its own: for tests of what happens when a process ends.
+
+They are forked from the launcher's server, so that they need not import torch, and end as a process
+does that was started by itself.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import faulthandler
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
 import time
+import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.common.distributed_launcher import COLLECTIVE_TIMEOUT_S, rank_environment
+from tests.common.distributed_launcher import COLLECTIVE_TIMEOUT_S, fork_server
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class FinishedRank:
 def run_script_on_ranks(
     script: str, world_size: int, *, timeout_s: float = 120.0
 ) -> list[FinishedRank]:
-    """Runs ``script`` (dedented) in ``world_size`` new processes and returns their ends, by rank.
+    """Runs ``script`` (dedented) in ``world_size`` processes and returns their ends, by rank.
 
     A script that wants the process group calls `join_default_group`.
 
@@ -46,10 +52,10 @@ def run_script_on_ranks(
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.join()
         finished = [
             FinishedRank(
-                process.returncode,
+                _exit_code(process),
                 (folder / f"stdout_{rank}").read_text(errors="replace"),
                 (folder / f"stderr_{rank}").read_text(errors="replace"),
             )
@@ -84,44 +90,53 @@ def join_default_group() -> tuple[int, int]:
     return rank, world_size
 
 
-def _start(folder: Path, rank: int, world_size: int, timeout_s: float) -> subprocess.Popen[bytes]:
-    environment = {
-        **rank_environment(),
+def _start(folder: Path, rank: int, world_size: int, timeout_s: float) -> BaseProcess:
+    variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "SCRIPT_STORE": str(folder / "store"),
         "SCRIPT_TIMEOUT_S": str(timeout_s),
-        "PYTHONFAULTHANDLER": "1",  # SIGABRT prints the stack
     }
-    with (
-        open(folder / f"stdout_{rank}", "wb") as stdout,
-        open(folder / f"stderr_{rank}", "wb") as stderr,
-    ):
-        return subprocess.Popen(
-            [sys.executable, str(folder / "script.py")],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            env=environment,
-            start_new_session=True,
-        )
+    process = fork_server().Process(target=_be_the_script, args=(folder, rank, variables))
+    process.start()
+    return process
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
+def _be_the_script(folder: Path, rank: int, variables: dict[str, str]) -> None:
+    """In the new process: runs the script as the main module, and ends as Python itself does."""
+    os.setsid()
+    os.environ.update(variables)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        output = os.open(folder / f"{name}_{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, descriptor)
+        os.close(output)
+    faulthandler.enable()  # SIGABRT prints the stack
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    path = folder / "script.py"
+    run = f"exec(compile({path.read_text()!r}, {str(path)!r}, 'exec'))"
+    # Ends the process itself where the script calls sys.exit, and prints what the script raises.
+    failed = ctypes.pythonapi.PyRun_SimpleString(run.encode())
+    ctypes.pythonapi.Py_Exit(1 if failed else 0)
+
+
+def _exit_code(process: BaseProcess) -> int:
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _wait(processes: Sequence[BaseProcess], timeout_s: float) -> bool:
     """Whether all ended in time; those that did not are made to print their stack and end."""
     late = _still_running(processes, timeout_s)
     for process in late:
-        process.send_signal(signal.SIGABRT)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGABRT)
     _still_running(late, timeout_s=5)
     return not late
 
 
-def _still_running(
-    processes: list[subprocess.Popen[bytes]], timeout_s: float
-) -> list[subprocess.Popen[bytes]]:
+def _still_running(processes: Sequence[BaseProcess], timeout_s: float) -> list[BaseProcess]:
     """The processes that have not ended ``timeout_s`` from now."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=max(0.0, deadline - time.monotonic()))
-    return [process for process in processes if process.poll() is None]
+        process.join(max(0.0, deadline - time.monotonic()))
+    return [process for process in processes if process.exitcode is None]
