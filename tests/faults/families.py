@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +38,7 @@ TIMEOUT_S = 3.0
 LIMIT_S = 60.0
 # For the other ranks, once one has raised: most likely they wait for it.
 GRACE_S = 5.0
+AT_ONCE = 6
 
 
 def nursery(body: Callable[..., Any], *args: Any) -> Any:
@@ -140,6 +141,22 @@ def endings(ranks: int, body: Callable[..., Any], *args: Any) -> list[Ending]:
     """How the ranks of a family end that run ``body(ctx, *args)``."""
     with Family(ranks, body, *args) as family:
         return family.endings()
+
+
+def endings_of_each(
+    ranks: int, body: Callable[..., Any], cases: Iterable[Sequence[Any]]
+) -> list[list[Ending]]:
+    """`endings` for the arguments of each case; `AT_ONCE` families at a time, as most of them wait.
+
+    Many more than that would be late on a machine with few cores.
+    """
+    remaining = iter(cases)
+    found = []
+    while some := list(itertools.islice(remaining, AT_ONCE)):
+        with contextlib.ExitStack() as stack:
+            families = [stack.enter_context(Family(ranks, body, *case)) for case in some]
+            found += [family.endings() for family in families]
+    return found
 
 
 def _be_a_rank(

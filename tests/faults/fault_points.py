@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -97,15 +99,9 @@ def noting_points(at: Callable[[str], None]) -> Iterator[None]:
 
         return mock.patch.object(owner, attribute, call)
 
-    # A kernel calls it before each message; every module that sends has imported it by its name.
-    senders = [
-        module
-        for name, module in sorted(sys.modules.items())
-        if name.startswith("mc2.") and hasattr(module, "note_launch")
-    ]
     with contextlib.ExitStack() as stack:
         for what, owner, attribute in (
-            *(("launch", module, "note_launch") for module in senders),
+            *(("launch", module, "note_launch") for module in _senders()),
             ("launch", collectives, "_start"),
             ("wait", pipelined, "wait"),
             ("wait", Pending, "_finish_wait"),
@@ -113,6 +109,13 @@ def noting_points(at: Callable[[str], None]) -> Iterator[None]:
         ):
             stack.enter_context(before(what, owner, attribute))
         yield
+
+
+@functools.cache
+def _senders() -> list[ModuleType]:
+    """The modules whose ``note_launch`` a kernel calls before each message."""
+    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("mc2.")]
+    return [module for module in modules if hasattr(module, "note_launch")]
 
 
 def points_of_a_step(ctx: RankContext, kind: str) -> list[str]:

@@ -10,7 +10,15 @@ import pytest
 
 from tests.common.distributed_launcher import IN_RANK_PROCESS, RankContext
 from tests.common.script_on_ranks import run_script_on_ranks
-from tests.faults.families import be_impatient, endings, meet, nursery, regroup, values
+from tests.faults.families import (
+    be_impatient,
+    endings,
+    endings_of_each,
+    meet,
+    nursery,
+    regroup,
+    values,
+)
 from tests.faults.fault_points import KINDS
 
 # Python 3.12 warns of a fork beside other threads: here the launcher's, which only waits.
@@ -45,12 +53,11 @@ def killed_at(ctx: RankContext, kind: str, number: int) -> str:
 
 def killed_at_every_point(ctx: RankContext, kind: str) -> list[str]:
     points = values(endings(RANKS, points_of_a_step, kind))[VICTIM]
+    # Dead at the last point, a rank has already sent all that the others need; and all that they
+    # see of a death before a multiplication is that the next message does not come.
+    numbers = [number for number, what in enumerate(points[:-1]) if what != "multiply"]
     messages = []
-    # Dead at the last point, a rank has already sent all that the others need.
-    for number, what in enumerate(points[:-1]):
-        if what == "multiply":
-            continue  # all that the others see of it is that the next message does not come
-        ends = endings(RANKS, killed_at, kind, number)
+    for ends in endings_of_each(RANKS, killed_at, [(kind, number) for number in numbers]):
         assert ends[VICTIM].signal == signal.SIGKILL
         messages += values(ends, but=VICTIM)
     return messages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
@@ -19,6 +18,7 @@ from tests.faults.families import (
     Family,
     be_impatient,
     endings,
+    endings_of_each,
     meet,
     nursery,
     regroup,
@@ -83,7 +83,9 @@ def each_raises_at_every_point(ctx: RankContext, kind: str) -> int:
 
 
 def each_raises(ctx: RankContext, kind: str) -> list[int]:
-    return [values(endings(ranks, each_raises_at_every_point, kind))[0] for ranks in (2, 3)]
+    two, three = (Family(ranks, each_raises_at_every_point, kind) for ranks in (2, 3))
+    with two, three:  # at once, as ranks wait for each other a lot
+        return [values(family.endings())[0] for family in (two, three)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,12 +178,7 @@ def ends_of_steps(ctx: RankContext) -> list[list[str]]:
         # Not the last two, where a rank has sent all that the other needs.
         chosen = [len(points) * (2 * i + 1) // (2 * count + 1) for i in range(count)]
         cases += [(kind, number, how) for number in chosen for how in ("stopped", "raised")]
-    found = []
-    for some in (cases[:6], cases[6:]):  # at once, as they mostly wait; too many would be late
-        with contextlib.ExitStack() as stack:
-            families = [stack.enter_context(Family(2, ends_of_the_step, *case)) for case in some]
-            found += [values(family.endings()) for family in families]
-    return found
+    return [values(ends) for ends in endings_of_each(2, ends_of_the_step, cases)]
 
 
 def test_one_is_stopped_or_raises_and_a_new_group_is_right() -> None:
