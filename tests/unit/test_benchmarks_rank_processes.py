@@ -35,21 +35,15 @@ def end_on_rank_one() -> None:
         os._exit(3)
 
 
-def test_results_come_by_rank_and_ranks_are_kept() -> None:
+def test_results_come_by_rank_from_kept_ranks_and_one_that_raises_is_shown() -> None:
     with rank_processes(LINK, 2) as ranks:
         for number in (3, 4):
             assert ranks.call(rank_and_threads, number=number) == [
                 (0, 2 * number, 1),
                 (1, 2 * number, 1),
             ]
-
-
-def test_a_rank_that_raises_is_shown() -> None:
-    with (
-        pytest.raises(RankFailedError, match=r"rank 1: Traceback(.|\n)*no such number"),
-        rank_processes(LINK, 2) as ranks,
-    ):
-        ranks.call(fail_on_rank_one)
+        with pytest.raises(RankFailedError, match=r"rank 1: Traceback(.|\n)*no such number"):
+            ranks.call(fail_on_rank_one)
 
 
 def test_a_rank_that_ends_is_noticed() -> None:
