@@ -17,6 +17,7 @@ from tests.ascend.environment import (
     build_environment,
     missing_tools,
 )
+from tests.common.script_on_ranks import run_script_on_ranks
 
 SUITE_TIMEOUT_S = 500.0
 
@@ -65,5 +66,6 @@ def test_a_failed_build_says_why_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_torch_npu_is_not_in_the_environment_of_the_other_tests() -> None:
-    command = [sys.executable, "-c", "import torch, sys; sys.exit('torch_npu' in sys.modules)"]
-    subprocess.run(command, check=True)
+    script = "import torch, sys; sys.exit('torch_npu' in sys.modules)"
+    (end,) = run_script_on_ranks(script, world_size=1)
+    assert (end.exit_code, end.stderr) == (0, "")

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from datetime import timedelta
 
-from tests.common.distributed_launcher import (
-    IN_RANK_PROCESS,
-    RankContext,
-    on_ranks,
-    rank_environment,
-)
+from tests.common.distributed_launcher import IN_RANK_PROCESS, RankContext, on_ranks
+from tests.common.script_on_ranks import run_script_on_ranks
 
 if IN_RANK_PROCESS:
     import torch
@@ -49,29 +43,32 @@ def test_again_is_no_error(ctx: RankContext) -> None:
 
 
 def test_torch_gives_two_and_a_group_made_before_is_an_error() -> None:
-    script = """
-import torch, torch.distributed as dist
-from pending_dtensor import use_one_gloo_worker
+    (end,) = run_script_on_ranks(
+        """
+        import torch, torch.distributed as dist
+        from pending_dtensor import use_one_gloo_worker
 
-def workers():
-    options = dist.group.WORLD._get_backend(torch.device("cpu")).options
-    return options._threads, len(options._devices)
+        def workers():
+            options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+            return options._threads, len(options._devices)
 
-def join():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        def join():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-join()
-assert workers() == (2, 1), workers()
-try:
-    use_one_gloo_worker()
-except RuntimeError as error:
-    assert "before init_process_group" in str(error), error
-else:
-    raise AssertionError("accepted")
-assert workers() == (2, 1), workers()
-dist.destroy_process_group()
-use_one_gloo_worker()
-join()
-assert workers() == (1, 1), workers()
-"""
-    subprocess.run([sys.executable, "-c", script], env=rank_environment(), check=True, timeout=100)
+        join()
+        assert workers() == (2, 1), workers()
+        try:
+            use_one_gloo_worker()
+        except RuntimeError as error:
+            assert "before init_process_group" in str(error), error
+        else:
+            raise AssertionError("accepted")
+        assert workers() == (2, 1), workers()
+        dist.destroy_process_group()
+        use_one_gloo_worker()
+        join()
+        assert workers() == (1, 1), workers()
+        """,
+        world_size=1,
+    )
+    assert (end.exit_code, end.stderr) == (0, "")
