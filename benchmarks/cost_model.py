@@ -15,7 +15,7 @@ Unsharded sizes: M rows, H hidden, I intermediate; R ranks, C pieces a rank's ro
               + max(2 matmul, piece + comm)                 backward of the column
 
 Sending and receiving also takes processor time, which is part of ``matmul`` where they overlap.
-Plain Python: used by `benchmarks.scaling`, and tested without ranks.
+Used by `benchmarks.scaling`, and tested without ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
+
+from mc2.cost_model import CostModel
 
 CHUNKS = (1, 2, 4, 8, 16)
 MATMULS = 6
+COLLECTIVES = 4
 ITEM_BYTES = 4
 
 
@@ -66,6 +70,7 @@ class Measured:
         collectives_s: the collectives of torch's styles alone.
         messages_s: as much from rank to rank, alone.
         torch_s: torch's styles.
+        async_s: ours, asynchronous.
         mc2_s: the MC2 styles, by chunk count.
     """
 
@@ -74,6 +79,7 @@ class Measured:
     collectives_s: float
     messages_s: float
     torch_s: float
+    async_s: float
     mc2_s: dict[int, float]
 
 
@@ -196,6 +202,45 @@ def fit(measured: Sequence[Measured], cores: float) -> Machine:
             for chunks, seconds in case.mc2_s.items()
         ],
     )
+
+
+def kernel_costs(machine: Machine, measured: Sequence[Measured]) -> CostModel:
+    """What ``chunks="auto"`` goes by, on this machine: medians over the cases.
+
+    A piece more costs what is left of the time that it takes longer, once what it overlaps is
+    taken off; the first piece, what is left of MC2's uncut time over that of plain collectives.
+
+    Args:
+        machine: fitted to the same cases.
+        measured: with an uncut case among ``mc2_s``.
+    """
+    plain = CostModel(
+        flops_per_s=1 / machine.s_per_flop, collective_factor=max(machine.collective_factor, 0.01)
+    )
+    more, first = [], []
+    for case in measured:
+        ranks = case.shape.ranks
+        arithmetic = machine.share(case.shape) * case.shape.matmul_flops * machine.s_per_flop
+        travel = case.shape.message_bytes / case.shape.bytes_per_s
+
+        def overlapped(
+            chunks: int, arithmetic: float = arithmetic, travel: float = travel, ranks: int = ranks
+        ) -> float:
+            return max(arithmetic, travel + arithmetic / ranks / chunks)
+
+        uncut = case.mc2_s[1]
+        more += [
+            ((seconds - uncut) / COLLECTIVES - (overlapped(chunks) - overlapped(1)))
+            / ((chunks - 1) * (ranks - 1))
+            for chunks, seconds in case.mc2_s.items()
+            if chunks > 1
+        ]
+        one_collective = arithmetic + plain.collective_factor * travel
+        first.append((uncut - case.async_s) / COLLECTIVES + one_collective - overlapped(1))
+    s_per_message = max(median(more), 1e-6)
+    typical_ranks = median([case.shape.ranks for case in measured])
+    s_pipeline = max(median(first) - (typical_ranks - 1) * s_per_message, 1e-6)
+    return replace(plain, s_per_message=s_per_message, s_pipeline=s_pipeline)
 
 
 def _best(

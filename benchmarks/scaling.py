@@ -13,14 +13,15 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.cost_model import CHUNKS, Machine, Measured, Shape, errors, fit
+from benchmarks.cost_model import CHUNKS, Machine, Measured, Shape, errors, fit, kernel_costs
 from benchmarks.interleaved import ROUNDS, Run, Sample, slowest_rank
 from benchmarks.rank_processes import rank_processes
 from benchmarks.results_file import cores, table, write_results
 from benchmarks.slow_link import slow_link_or_loopback
+from mc2.cost_model import CostModel
 
 HIDDEN, INTERMEDIATE = 256, 1024
 RANK_COUNTS = (2, 4)
@@ -29,13 +30,14 @@ HELD_OUT = (512, 2048)
 RATES = (20e6, 80e6, 320e6)
 FIXED_CHUNKS = (1, 2, 4, 8)
 PREDICTED_RANKS = (8, 16, 32, 64)
+NOT_TOLD = "auto, not told"
 ROWS_TIMED_TOGETHER = 2048  # shorter sequences are run several times for one sample
 
 AUTO_OVER_TORCH = 1.05
 AUTO_OVER_BEST = 1.10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One sequence length on one link.
 
@@ -43,7 +45,8 @@ class Case:
         shape: sizes and rate.
         link: description.
         auto_chunks: how often "auto" cut into how many pieces, in one forward and backward.
-        samples: seconds of forward + backward by variant; MC2's are ``auto`` and by chunk count.
+        samples: seconds of forward + backward by variant; MC2's are ``auto``, which is told the
+            link's rate, ``auto, not told``, and by chunk count.
     """
 
     shape: Shape
@@ -54,6 +57,10 @@ class Case:
     def ratio(self, variant: str, other: str) -> float:
         """Seconds over seconds, median of the rounds' ratios."""
         return self.samples[variant].ratio_to(self.samples[other]).median
+
+    def ratio_to(self, variant: str, of: str) -> float:
+        """`ratio`, where ``of`` may also be ``best fixed``."""
+        return self.ratio(variant, self.best_fixed() if of == "best fixed" else of)
 
     def best_fixed(self) -> str:
         """The fixed chunk count that was fastest."""
@@ -68,6 +75,7 @@ class Case:
             medians["collectives"],
             medians["point to point"],
             medians["torch"],
+            medians["async"],
             {chunks: medians[str(chunks)] for chunks in FIXED_CHUNKS},
         )
 
@@ -75,30 +83,60 @@ class Case:
 # -- on the ranks ----------------------------------------------------------------------------------
 
 
-def measure(sequence: int, rounds: int) -> tuple[dict[str, Any], str]:
-    """Checks that the variants agree, then times them; also tells what "auto" chose."""
+def measure(sequence: int, rounds: int, rate: float, share: float) -> tuple[dict[str, Any], str]:
+    """Checks that the variants agree, then times them; also tells what "auto" chose.
+
+    Args:
+        sequence: its length.
+        rounds: of timing.
+        rate: of the link [bytes / s].
+        share: ranks for each core, at least 1.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     from benchmarks import workloads
     from benchmarks.interleaved import repeated, run_interleaved
+    from mc2 import use_cost_model
     from pending_dtensor import record_overlap
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    costs = CostModel()
+    told = replace(
+        costs,
+        bytes_per_s=None if math.isinf(rate) else rate,
+        flops_per_s=costs.flops_per_s / share,
+    )
+
+    def knowing(run: Run) -> Run:
+        """The run, told the link's rate and how many ranks share a core."""
+
+        def run_knowing() -> Sequence[float]:
+            use_cost_model(told)
+            try:
+                return run()
+            finally:
+                use_cost_model(None)
+
+        return run_knowing
+
     workload = workloads.Workload("mlp", True, 1, sequence, HIDDEN, INTERMEDIATE)
     steps = {name: workloads.parallel_step(workload, name, mesh) for name in ("torch", "async")}
-    for chunks in ("auto", *FIXED_CHUNKS):
-        step = workloads.parallel_step(workload, "mc2 fused", mesh, chunks=chunks)
-        steps[str(chunks)] = step
+    for name in ("auto", NOT_TOLD, *map(str, FIXED_CHUNKS)):
+        chunks = int(name) if name.isdigit() else "auto"
+        steps[name] = workloads.parallel_step(workload, "mc2 fused", mesh, chunks=chunks)
     workloads.check_equal(steps)
     with record_overlap() as log:
-        steps["auto"]()
-    chosen = ", ".join(event.detail.partition(" ")[2] for event in log.collectives)
+        knowing(steps["auto"])()
+    chosen = ", ".join(
+        event.detail.partition(" ")[2].partition(" steps")[0] for event in log.collectives
+    )
     runs: dict[str, Run] = {
         "compute": workloads.compute_step(workload, mesh),
         "collectives": workloads.communication(workload, mesh, point_to_point=False),
         "point to point": workloads.communication(workload, mesh, point_to_point=True),
         **steps,
+        "auto": knowing(steps["auto"]),
     }
     times = max(1, ROWS_TIMED_TOGETHER // sequence)
     together = {name: repeated(run, times) for name, run in runs.items()}
@@ -122,7 +160,13 @@ def measure_all(args: argparse.Namespace) -> list[Case]:
             for rate in args.rate if link.is_slow else [math.inf]:
                 link.set_rate(rate)
                 for sequence in args.sequence:
-                    answers = ranks.call(measure, sequence=sequence, rounds=args.rounds)
+                    answers = ranks.call(
+                        measure,
+                        sequence=sequence,
+                        rounds=args.rounds,
+                        rate=rate,
+                        share=max(1.0, count / cores()),
+                    )
                     samples = slowest_rank([taken for taken, _ in answers])
                     cases.append(
                         Case(
@@ -145,6 +189,8 @@ def row(case: Case) -> list[str]:
         f"{max(sample.spread for sample in case.samples.values()):.1%}",
         f"{case.ratio('auto', 'torch'):.3f}",
         f"{case.ratio('auto', best):.3f} ({best})",
+        f"{case.ratio(NOT_TOLD, 'torch'):.3f}",
+        f"{case.ratio(NOT_TOLD, best):.3f}",
         case.auto_chunks,
     ]
 
@@ -160,7 +206,9 @@ def measurements(cases: Sequence[Case]) -> str:
             "spread <=",
             "auto / torch",
             "auto / best fixed",
-            "chosen",
+            "not told / torch",
+            "not told / best fixed",
+            "auto chose",
         ]
         parts += [link, table(header, [row(case) for case in there]), crossover(there)]
     return "\n\n".join(parts)
@@ -177,8 +225,8 @@ def crossover(cases: Sequence[Case]) -> str:
     return f"MC2 (auto) is faster than torch's styles from sequence {min(faster)} on."
 
 
-def model_report(machine: Machine, cases: Sequence[Case]) -> str:
-    """Constants, errors, choices and predictions of the fitted model."""
+def model_report(machine: Machine, costs: CostModel, cases: Sequence[Case]) -> str:
+    """Constants, errors, choices and predictions of the fitted models."""
     held_out = [case.measured() for case in cases if case.shape.rows in HELD_OUT]
     constants = ", ".join(f"{name} {value:.4g}" for name, value in asdict(machine).items())
     parts = [f"Constants: {constants}."]
@@ -188,20 +236,16 @@ def model_report(machine: Machine, cases: Sequence[Case]) -> str:
             f"Held out, {len(found)} times at sequences {', '.join(map(str, HELD_OUT))}: median "
             f"error {statistics.median(found):.1%}, largest {found[-1]:.1%}."
         )
+    defaults = asdict(CostModel())
     parts.append(
-        table(
-            ["ranks", "MB/s", "seq", "model picks", "its time / best fixed"],
-            [
-                [
-                    f"{case.shape.ranks}",
-                    f"{case.shape.bytes_per_s / 1e6:.4g}",
-                    f"{case.shape.rows}",
-                    f"{(picked := machine.best_chunks(case.shape, FIXED_CHUNKS))}",
-                    f"{case.ratio(str(picked), case.best_fixed()):.3f}",
-                ]
-                for case in cases
-            ],
+        'What `CostModel`, by which `chunks="auto"` goes, has of this machine, fitted to the same '
+        "lengths (its default): "
+        + ", ".join(
+            f"{name} {value:.3g} ({defaults[name]:.3g})"
+            for name, value in asdict(costs).items()
+            if value is not None
         )
+        + "."
     )
     parts.append(predictions(machine, [case.shape.bytes_per_s for case in cases]))
     return "\n\n".join(parts)
@@ -251,21 +295,17 @@ def main() -> int:
     ]
     if all(case.shape.bytes_per_s < math.inf for case in cases):
         machine = fit(fitted_to, cores())
-        sections.append(("Cost model", model_report(machine, cases)))
-    losses = [
-        f"auto {ratio:.3f} x {of} at {case.shape}"
-        for case in cases
-        for ratio, of, aim in (
-            (case.ratio("auto", "torch"), "torch", AUTO_OVER_TORCH),
-            (case.ratio("auto", case.best_fixed()), "best fixed", AUTO_OVER_BEST),
-        )
-        if ratio > aim
-    ]
-    worst_torch = max(case.ratio("auto", "torch") for case in cases)
-    worst_best = max(case.ratio("auto", case.best_fixed()) for case in cases)
+        costs = kernel_costs(machine, fitted_to)
+        sections.append(("Cost model", model_report(machine, costs, cases)))
+    losses, worst = [], []
+    for name in ("auto", NOT_TOLD):
+        for of, aim in (("torch", AUTO_OVER_TORCH), ("best fixed", AUTO_OVER_BEST)):
+            ratios = {case: case.ratio_to(name, of) for case in cases}
+            losses += [f"{name}: {r:.3f} x {of} at {c.shape}" for c, r in ratios.items() if r > aim]
+            worst.append(f"{max(ratios.values()):.3f} x {of} (<= {aim})")
     conclusion = (
-        f'chunks="auto" at worst {worst_torch:.3f} x torch (<= {AUTO_OVER_TORCH}), '
-        f"{worst_best:.3f} x the best fixed count (<= {AUTO_OVER_BEST})"
+        f'chunks="auto" told the rate, at worst: {worst[0]}, {worst[1]}; not told: {worst[2]}, '
+        f"{worst[3]}"
     )
     if args.no_file:
         print("\n\n".join(f"{heading}\n\n{text}" for heading, text in sections))

@@ -78,6 +78,7 @@ def gather_matmul(
             resolve_group(axis.group),
             product_with=None if product_with is None else product_with.flatten(0, -2),
             chunks=options.chunks,
+            width=options.width,
         )
     report = result.report
     event = record_event(
@@ -152,7 +153,11 @@ def linear_reduce_scatter(
     bias = None if recipe.bias is None else recipe.bias.clone()
     with computing("matmul_reduce_scatter"):
         started = kernel.start_matmul_reduce_scatter(
-            terms, layout, resolve_group(axis.group), chunks=options.chunks
+            terms,
+            layout,
+            resolve_group(axis.group),
+            chunks=options.chunks,
+            width=options.width,
         )
     report = started.report
     shape = (*local.shape[:dim], sizes[axis.rank], *local.shape[dim + 1 :])

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
+from mc2.cost_model import ONE_COLLECTIVE
 from mc2.errors import MC2ConstraintError
 from mc2.kernel_ops import BlockedTime, blocked_time
 from mc2.row_layout import RowLayout
@@ -35,7 +36,8 @@ class KernelReport:
 
     Attributes:
         kernel: its name.
-        chunks: the most pieces that the rows of one rank were cut into; 1 means uncut.
+        chunks: the most pieces that the rows of one rank were cut into; 1 means uncut, and 0 one
+            collective, with which nothing overlaps.
         steps: communication calls it made; 1 means a single collective.
         began: when it began, after all checks [s of ``time.perf_counter``].
         launched: when it sent the first message [s]; None if that is not known.
@@ -55,6 +57,8 @@ class KernelReport:
         return sum(wait.ended - wait.began for wait in self.waits)
 
     def __str__(self) -> str:
+        if self.chunks == ONE_COLLECTIVE:
+            return f"{self.kernel} one collective"
         return f"{self.kernel} chunks={self.chunks} steps={self.steps}"
 
 
@@ -141,13 +145,16 @@ class Kernel(ABC):
         """Why the kernel cannot run ``op``, as far as ``facts`` are known."""
 
     @abstractmethod
-    def schedule(self, layout: RowLayout, message: torch.Tensor, chunks: Chunks) -> Schedule:
+    def schedule(
+        self, layout: RowLayout, message: torch.Tensor, chunks: Chunks, width: int | None = None
+    ) -> Schedule:
         """Decides how to run a call, from facts that are the same on every rank.
 
         Args:
             layout: rows of the activation.
             message: a tensor with the feature count and dtype of what is communicated.
             chunks: what the caller asked for.
+            width: the features of an activation that are not communicated; None if not known.
         """
 
     @abstractmethod
@@ -182,6 +189,7 @@ class Kernel(ABC):
         gather_output: bool = True,
         product_with: torch.Tensor | None = None,
         chunks: Chunks = "auto",
+        width: int | None = None,
     ) -> GatheredMatmul:
         """Gathers rows and multiplies them by one or more weights (see the note on autograd).
 
@@ -205,6 +213,8 @@ class Kernel(ABC):
                 that of grad_out, the input; the product is grad_weight. A kernel with a
                 `product_op` makes it while rows arrive, any other after its op.
             chunks: pieces for each rank's rows, of kernels that cut.
+            width: for "auto": the most features that a rank has of what is not communicated, N of a
+                gather and K of a reduction. The same on every rank; None for as many as travel.
 
         Returns:
             outs and gathered in global row order, a report, and the product if asked for.
@@ -227,7 +237,7 @@ class Kernel(ABC):
         product_op = self.product_op
         product_later = product_with is not None and product_op is None
         keep = (gather_output or product_later) and layout.ranks > 1
-        schedule = self.schedule(layout, shard, chunks)
+        schedule = self.schedule(layout, shard, chunks, width)
         args = (
             shard.contiguous(),
             list(weights),
@@ -260,6 +270,7 @@ class Kernel(ABC):
         group: dist.ProcessGroup,
         *,
         chunks: Chunks = "auto",
+        width: int | None = None,
     ) -> ScatteredMatmul:
         """Sums matmuls over terms and ranks, each rank keeping its rows (see the note on autograd).
 
@@ -275,6 +286,8 @@ class Kernel(ABC):
             layout: the rows.
             group: the ranks, in the order of ``layout.sizes``.
             chunks: pieces for each rank's rows, of kernels that cut.
+            width: for "auto": the most features that a rank has of what is not communicated, N of a
+                gather and K of a reduction. The same on every rank; None for as many as travel.
 
         Returns:
             This rank's rows of the sum, in local order, and a report.
@@ -283,7 +296,7 @@ class Kernel(ABC):
             MC2ConstraintError: the kernel cannot run this; nothing was communicated.
             CollectiveFailedError: rows of another rank did not come.
         """
-        schedule, args = self._prepare_scatter(terms, layout, group, chunks)
+        schedule, args = self._prepare_scatter(terms, layout, group, chunks, width)
         sent = (layout.rows, terms[0][1].shape[1]), terms[0][1].dtype
         with blocked_time(self.name, "matmul_reduce_scatter", *sent, group) as blocked:
             out = self.ops["matmul_reduce_scatter"](*args)
@@ -297,6 +310,7 @@ class Kernel(ABC):
         group: dist.ProcessGroup,
         *,
         chunks: Chunks = "auto",
+        width: int | None = None,
     ) -> StartedScatter:
         """As `matmul_reduce_scatter`, but returns while the last rows are on their way.
 
@@ -304,9 +318,11 @@ class Kernel(ABC):
         its result finished.
         """
         if self.start_op is None:
-            out, report = self.matmul_reduce_scatter(terms, layout, group, chunks=chunks)
+            out, report = self.matmul_reduce_scatter(
+                terms, layout, group, chunks=chunks, width=width
+            )
             return StartedScatter([out], lambda out: out, report)
-        schedule, args = self._prepare_scatter(terms, layout, group, chunks)
+        schedule, args = self._prepare_scatter(terms, layout, group, chunks, width)
         sent = (layout.rows, terms[0][1].shape[1]), terms[0][1].dtype
         with blocked_time(self.name, "matmul_reduce_scatter", *sent, group) as blocked:
             buffers = self.start_op(*args)
@@ -346,6 +362,7 @@ class Kernel(ABC):
         layout: RowLayout,
         group: dist.ProcessGroup,
         chunks: Chunks,
+        width: int | None,
     ) -> tuple[Schedule, tuple[Any, ...]]:
         """Checks a matmul_reduce_scatter, and gives its schedule and the arguments of its ops."""
         facts = CallFacts(
@@ -358,7 +375,7 @@ class Kernel(ABC):
         )
         operands = [(x, layout.rows, weight) for x, weight in terms]
         self._require("matmul_reduce_scatter", facts, operands)
-        schedule = self.schedule(layout, terms[0][1], chunks)
+        schedule = self.schedule(layout, terms[0][1], chunks, width)
         args = (
             [x.contiguous() for x, _ in terms],
             [weight for _, weight in terms],

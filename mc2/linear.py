@@ -407,7 +407,8 @@ def checked_options(
         for op, sizes in contractions.items()
     }
     _require(kernel, facts)
-    return options._replace(kernel=kernel.name)
+    sharded = linear.out_features if mode == "all_gather" else linear.in_features
+    return options._replace(kernel=kernel.name, width=chunk_sizes(sharded, group.size())[0])
 
 
 def _require(kernel: Kernel, facts: Mapping[Operation, CallFacts]) -> None:

@@ -18,12 +18,14 @@ class FusionOptions(NamedTuple):
         regather: save a column's sharded input, not the gathered one; backward gathers again.
         column_backward: ``fused`` computes and reduces grad_input in one kernel; ``overlap``
             computes it, starts its reduce-scatter, and computes grad_weight meanwhile.
+        width: features of the weight that are this rank's, of the rank that has most; for ``auto``.
     """
 
     kernel: str
     chunks: int | Literal["auto"] = "auto"
     regather: bool = False
     column_backward: ColumnBackward = "fused"
+    width: int | None = None
 
     def checked(self) -> FusionOptions:
         """Itself.

@@ -143,7 +143,9 @@ class AscendKernel(Kernel):
             )
         return name
 
-    def schedule(self, layout: RowLayout, message: torch.Tensor, chunks: Chunks) -> Schedule:
+    def schedule(
+        self, layout: RowLayout, message: torch.Tensor, chunks: Chunks, width: int | None = None
+    ) -> Schedule:
         """One operator."""
         return Schedule(chunks=1, steps=1)
 

@@ -93,7 +93,9 @@ class DecomposedKernel(Kernel):
             f'Expected chunks "auto" or 1, as {self.name!r} does not cut, got {facts.chunks!r}.'
         ]
 
-    def schedule(self, layout: RowLayout, message: torch.Tensor, chunks: Chunks) -> Schedule:
+    def schedule(
+        self, layout: RowLayout, message: torch.Tensor, chunks: Chunks, width: int | None = None
+    ) -> Schedule:
         """One collective."""
         return Schedule(chunks=1, steps=1)
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from mc2.cost_model import MAX_CHUNKS, ONE_COLLECTIVE, cost_model
 from mc2.kernel_interface import CallFacts, Chunks, Kernel, Operation, Schedule
 from mc2.kernel_ops import (
     all_gather_matmul_op,
@@ -40,14 +41,12 @@ from mc2.torch_compat import resolve_group
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# A piece is worth a message of its own from this size on: below, its fixed cost (0.2 ms on gloo)
-# is more than what overlap can win.
-_MIN_PIECE_BYTES = 1 << 20
+# Below, a matmul of so few rows is slow by itself.
 _MIN_PIECE_ROWS = 128
-_MAX_CHUNKS = 8
 # Segments (see RowLayout) of this size travel one by one, which spares a copy of all that is sent.
 _MIN_SEGMENT_BYTES = 1 << 18
-# With more than two ranks and less than this a rank, R - 1 messages cost more than one collective.
+# With more than two ranks and less than this a rank, R - 1 messages cost more than one collective,
+# whatever the link's rate.
 _ONE_STEP_BYTES = 1 << 17
 # Peers whose rows are on the way at once: the link has work while rows are multiplied, and the
 # rows that are needed first do not share it with those needed last.
@@ -351,12 +350,21 @@ def _steps_between_peers(layout: RowLayout, chunks: int) -> int:
     return len(layout.pieces(layout.sizes.index(max(layout.sizes)), chunks))
 
 
-def _choose_chunks(layout: RowLayout, row_bytes: int) -> int:
-    rows = layout.max_rows
-    by_size = min(rows * row_bytes // _MIN_PIECE_BYTES, rows // _MIN_PIECE_ROWS, _MAX_CHUNKS)
+def _choose_chunks(layout: RowLayout, message: torch.Tensor, width: int | None) -> int:
+    """As many pieces as `CostModel` says; or all segments apart, which spares copies."""
+    rows, ranks = layout.max_rows, layout.ranks
+    features = message.shape[-1]
+    row_bytes = features * message.element_size()
+    if ranks > 2 and rows * row_bytes < _ONE_STEP_BYTES:
+        return ONE_COLLECTIVE
+    flops = 2 * rows * features * (features if width is None else width)
+    most = max(1, min(rows // _MIN_PIECE_ROWS, MAX_CHUNKS))
+    by_cost = cost_model(message.device.type).chunks(ranks, flops, rows * row_bytes, most)
+    if by_cost == ONE_COLLECTIVE:
+        return ONE_COLLECTIVE
     segment_bytes = rows // max(layout.outer, 1) * row_bytes
     by_segments = layout.outer if segment_bytes >= _MIN_SEGMENT_BYTES else 1
-    return max(by_size, by_segments, 1)
+    return max(by_cost, by_segments)
 
 
 class PipelinedKernel(Kernel):
@@ -371,8 +379,8 @@ class PipelinedKernel(Kernel):
     a reduction holds M x N elements of sent and as many of received partial sums. Pieces
     that span several segments (see `RowLayout`) are copied once; ``chunks >= outer`` avoids that.
 
-    ``chunks="auto"`` cuts so that pieces are large enough to be worth a message. If all
-    of it is tiny, it uses a single collective and no overlap: the report says ``steps=1``.
+    ``chunks="auto"`` cuts as `CostModel` says, alike on every rank. What is tiny, or not worth
+    messages of its own, goes in one collective, without overlap: the report says so.
     """
 
     name = "pipelined"
@@ -387,16 +395,18 @@ class PipelinedKernel(Kernel):
         """None: it runs anything."""
         return []
 
-    def schedule(self, layout: RowLayout, message: torch.Tensor, chunks: Chunks) -> Schedule:
+    def schedule(
+        self, layout: RowLayout, message: torch.Tensor, chunks: Chunks, width: int | None = None
+    ) -> Schedule:
         """Chooses the number of pieces from sizes (see the note on decisions)."""
-        row_bytes = message.shape[-1] * message.element_size()
-        one_step = False
-        if chunks == "auto":
-            one_step = layout.ranks > 2 and layout.max_rows * row_bytes < _ONE_STEP_BYTES
-            chunks = _choose_chunks(layout, row_bytes)
-        cut = _steps_between_peers(layout, chunks)
-        steps = 1 if one_step else (layout.ranks - 1) * cut
-        return Schedule(max(cut, 1), steps if row_bytes else 0, (chunks, one_step))
+        wanted = _choose_chunks(layout, message, width) if chunks == "auto" else chunks
+        if wanted == ONE_COLLECTIVE:
+            cut, steps, extra_args = ONE_COLLECTIVE, 1, (1, True)
+        else:
+            between_peers = _steps_between_peers(layout, wanted)
+            cut, steps = max(between_peers, 1), (layout.ranks - 1) * between_peers
+            extra_args = (wanted, False)
+        return Schedule(cut, steps if message.shape[-1] else 0, extra_args)
 
     @property
     def product_op(self) -> Any:

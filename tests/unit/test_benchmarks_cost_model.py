@@ -15,8 +15,10 @@ from benchmarks.cost_model import (
     Shape,
     errors,
     fit,
+    kernel_costs,
     least_squares,
 )
+from mc2.cost_model import CostModel
 
 MACHINE = Machine(
     cores=4,
@@ -47,6 +49,7 @@ def as_measured(machine: Machine, case: Shape, noise: float = 1.0) -> Measured:
         collectives,
         4 * machine.message_s(case),
         machine.torch_s(case) * noise,
+        MATMULS * machine.matmul_s(case) + collectives,
         {chunks: machine.mc2_s(case, chunks) * noise for chunks in CHUNKS},
     )
 
@@ -150,3 +153,32 @@ def test_least_squares_gives_nothing_negative(
 
 def test_least_squares_of_one_direction_only() -> None:
     assert least_squares([(1.0, 2.0), (2.0, 4.0)], [3.0, 6.0]) == (pytest.approx(3.0), 0.0)
+
+
+def test_what_auto_goes_by_is_found_again() -> None:
+    known = CostModel(flops_per_s=2e10, s_per_message=5e-4, s_pipeline=3e-3, collective_factor=1.7)
+    machine = dataclasses.replace(
+        MACHINE, s_per_flop=1 / known.flops_per_s, collective_factor=known.collective_factor
+    )
+
+    def seconds(case: Shape, chunks: int) -> float:
+        arithmetic = machine.share(case) * case.matmul_flops / known.flops_per_s
+        travel = case.message_bytes / case.bytes_per_s
+        if chunks == 0:
+            return 4 * (arithmetic + known.collective_factor * travel)
+        overlapped = max(arithmetic, travel + arithmetic / case.ranks / chunks)
+        messages = known.s_pipeline + chunks * (case.ranks - 1) * known.s_per_message
+        return 4 * (overlapped + messages)
+
+    cases = [
+        dataclasses.replace(
+            as_measured(machine, case),
+            async_s=seconds(case, 0),
+            mc2_s={chunks: seconds(case, chunks) for chunks in CHUNKS},
+        )
+        for case in CASES
+        if case.ranks == 2
+    ]
+    assert dataclasses.astuple(kernel_costs(machine, cases)) == pytest.approx(
+        dataclasses.astuple(known)
+    )

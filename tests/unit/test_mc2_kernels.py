@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mc2 import kernels
+from mc2 import CostModel, kernels, use_cost_model
+from mc2.cost_model import ONE_COLLECTIVE
 from mc2.errors import KernelConflictError, MC2ConstraintError
 from mc2.kernel_interface import OPERATIONS, Chunks, Operation
 from mc2.kernels import (
@@ -185,24 +186,42 @@ def test_layouts_that_make_no_sense() -> None:
 # --- decisions of the pipelined kernel
 
 
-def schedule(layout: RowLayout, features: int, chunks: Chunks = "auto") -> tuple[int, int]:
+def schedule(
+    layout: RowLayout, features: int, chunks: Chunks = "auto", width: int | None = None
+) -> tuple[int, int]:
     message = torch.empty(0, features)
-    decided = PipelinedKernel().schedule(layout, message, chunks)
+    decided = PipelinedKernel().schedule(layout, message, chunks, width)
     return decided.chunks, decided.steps
 
 
 def test_small_rows_are_not_cut() -> None:
     assert schedule(RowLayout(1, (8, 8), 1, 0), 64) == (1, 1)
     # More than two ranks and tiny: one collective. Not tiny: a message for each peer.
-    assert schedule(RowLayout(1, (8,) * 8, 1, 0), 64) == (1, 1)
+    assert schedule(RowLayout(1, (8,) * 8, 1, 0), 64) == (ONE_COLLECTIVE, 1)
     assert schedule(RowLayout(1, (64,) * 8, 1, 0), 1024) == (1, 7)
 
 
 def test_large_rows_are_cut_so_that_pieces_stay_large() -> None:
-    assert schedule(RowLayout(1, (1024, 1024), 1, 0), 1024) == (4, 4)
+    assert schedule(RowLayout(1, (1024, 1024), 1, 0), 1024, width=2048) == (7, 7)
+    assert schedule(RowLayout(1, (1024, 1024), 1, 0), 256, width=512) == (2, 2)
     assert schedule(RowLayout(1, (1 << 16,) * 4, 1, 0), 1024) == (8, 24)
     # Few and long rows: multiplying single rows would be slow.
     assert schedule(RowLayout(1, (256, 256), 1, 0), 1 << 20) == (2, 2)
+
+
+def test_a_known_rate_decides() -> None:
+    layout, sizes = RowLayout(1, (512, 512), 1, 0), {"features": 256, "width": 512}
+    try:
+        chosen = []
+        for rate in (20e6, 80e6, 320e6):
+            use_cost_model(CostModel(bytes_per_s=rate))
+            chosen.append(schedule(layout, **sizes)[0])
+        # Slow, cut it; fast, the collective is over before the first message would be posted.
+        assert chosen == [3, 2, ONE_COLLECTIVE]
+        assert schedule(layout, **sizes, chunks=1) == (1, 1)
+    finally:
+        use_cost_model(None)
+    assert schedule(layout, **sizes)[0] == 2
 
 
 def test_batch_first_travels_by_segment_if_that_spares_a_copy() -> None:
