@@ -292,9 +292,12 @@ def test_ranks_that_disagree() -> None:
 
 
 WHOLE_RUN = """
-    import os
-    os.environ["PENDING_DTENSOR_CHECK"] = "1"  # as a shell would, before anything of ours is there
-    os.environ["PENDING_DTENSOR_RANK_PROCESS"] = "1"  # so that the models are defined
+    import os, sys
+    if "PENDING_DTENSOR_CHECK" not in os.environ:
+        # As a shell starts it: in a process that has imported nothing of ours yet.
+        os.environ.update(PENDING_DTENSOR_CHECK="1", PENDING_DTENSOR_RANK_PROCESS="1")
+        script = os.path.join(os.path.dirname(os.environ["SCRIPT_STORE"]), "script.py")
+        os.execv(sys.executable, [sys.executable, script])
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import Shard
