@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from torch import nn
@@ -36,7 +36,7 @@ def assert_fused(model: nn.Module, *, unfused: Collection[str] = ()) -> Iterator
         ValueError: ``unfused`` names a module that ``model`` does not have.
     """
     if (
-        isinstance(unfused, str)
+        isinstance(unfused, (str, Mapping))
         or not isinstance(unfused, Collection)
         or not all(isinstance(name, str) for name in unfused)
     ):

@@ -388,6 +388,7 @@ def cases(draw: st.DrawFn) -> Case:
 @given(case=cases())
 @example(case=Case("from_local", {"device_mesh": "'x'"}))
 @example(case=Case("MC2ColwiseParallel", {"kernel": "itself"}))
+@example(case=Case("assert_fused", {"unfused": "{'0': 'x'}"}))
 @on_ranks(2, keep_if_all_raise=True)
 def test_anything_is_used_or_refused_in_words(ctx: RankContext, case: Case) -> None:
     function, drawn = FUNCTIONS[case.function], case.drawn
