@@ -537,6 +537,7 @@ def test_a_row_by_hand_that_is_read_twice(ctx: RankContext, kernel: str) -> None
         "whole": (lambda out: out.redistribute(placements=[Replicate()]), Replicate()),
         "another dim": (lambda out: redistribute_deferred(out, [Shard(0)]), Shard(0)),
         "unreduced": (lambda out: out * 2, Replicate()),
+        "changed": (lambda out: redistribute_deferred(out * 2, [Shard(1)]), Shard(1)),
     }
 
     def check(name: str, other: Any) -> None:

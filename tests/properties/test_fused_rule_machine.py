@@ -54,6 +54,7 @@ class Value:
         used: whether a ``partial`` has gone into an op. Its gradient may be a deferred gather,
             which autograd can add to another of its kind only.
         gathers: whether that was by ops whose gradients all are deferred gathers.
+        plain: whether an op has made it that can do nothing with such a gradient.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Value:
     bias: bool = False
     used: bool = False
     gathers: bool = False
+    plain: bool = False
 
     @property
     def is_deferred(self) -> bool:
@@ -166,10 +168,14 @@ class FusedRuleMachine(RuleBasedStateMachine):
     def scatter(self, pick: int, how: str) -> None:
         """Rule B; unfused if the matmul was read before."""
         assert self.setup is not None
-        if not self.numbers(is_partial):
-            self.row(pick, 0, False, Options())
         defer = how == "defer"
-        number = self.pick(pick, lambda v: is_partial(v) or (v.gathers and defer))
+
+        def fits(value: Value) -> bool:
+            return (is_partial(value) and not (value.plain and defer)) or (value.gathers and defer)
+
+        if not self.numbers(fits):
+            self.row(pick, 0, False, Options())
+        number = self.pick(pick, fits)
         partial = self.values[number]
         partial.used, partial.gathers = True, defer
         args = (self.setup.sequence_dim, how)
@@ -207,7 +213,8 @@ class FusedRuleMachine(RuleBasedStateMachine):
             self.note("add", *numbers, makes=made, events=[])
             return
         events = self.read(*numbers)
-        self.note("add", *numbers, makes=Value("partial"), events=events)
+        made = Value("partial", plain=a.plain or b.plain)
+        self.note("add", *numbers, makes=made, events=events)
 
     @rule(
         first=picks,
@@ -240,7 +247,9 @@ class FusedRuleMachine(RuleBasedStateMachine):
             op = "twice"  # a relu would have to reduce it
         self.values[number].used = op == "twice" and kind == "partial"
         events = self.read(number)
-        makes = None if op == "read" else Value("whole" if kind == "gather" else kind)
+        makes = None
+        if op != "read":
+            makes = Value("whole" if kind == "gather" else kind, plain=kind == "partial")
         self.note(op, number, makes=makes, events=events)
 
     @precondition(lambda self: self.numbers(is_deferred_gather))
