@@ -44,9 +44,9 @@ class CostModel:
 
     flops_per_s: float = 30e9
     bytes_per_s: float | None = None
-    s_per_message: float = 0.7e-3
-    s_pipeline: float = 2e-3
-    collective_factor: float = 1.6
+    s_per_message: float = 1e-3
+    s_pipeline: float = 2.5e-3
+    collective_factor: float = 1.5
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -76,11 +76,13 @@ def snapshot(module: nn.Module) -> Any:
 
 def test_public_names() -> None:
     assert sorted(mc2.__all__) == [
+        "CostModel",
         "MC2ConstraintError",
         "MC2Linear",
         "assert_fused",
         "available_kernels",
         "reasons_not_supported",
+        "use_cost_model",
     ]
     for name in ("MC2ColwiseParallel", "MC2RowwiseParallel"):
         assert name in parallel_styles.__all__
