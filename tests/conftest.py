@@ -13,12 +13,5 @@ def pytest_configure(config: pytest.Config) -> None:
     distributed_launcher.use_warning_filters(config.getini("filterwarnings"))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Starts the server that ranks are forked from, which imports torch beside the first tests."""
-    on_ranks = any("world_size" in getattr(item, "fixturenames", ()) for item in session.items)
-    if on_ranks and not session.config.option.collectonly:
-        distributed_launcher.fork_server()
-
-
 def pytest_unconfigure(config: pytest.Config) -> None:
     distributed_launcher.shut_down_pools()
