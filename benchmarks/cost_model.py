@@ -208,7 +208,8 @@ def kernel_costs(machine: Machine, measured: Sequence[Measured]) -> CostModel:
     """What ``chunks="auto"`` goes by, on this machine: medians over the cases.
 
     A piece more costs what is left of the time that it takes longer, once what it overlaps is
-    taken off; the first piece, what is left of MC2's uncut time over that of plain collectives.
+    taken off, and the default for packing the weight; the first piece, what is left of MC2's uncut
+    time over that of plain collectives.
 
     Args:
         machine: fitted to the same cases.
@@ -222,6 +223,8 @@ def kernel_costs(machine: Machine, measured: Sequence[Measured]) -> CostModel:
         ranks = case.shape.ranks
         arithmetic = machine.share(case.shape) * case.shape.matmul_flops * machine.s_per_flop
         travel = case.shape.message_bytes / case.shape.bytes_per_s
+        weight = case.shape.hidden * case.shape.intermediate / ranks
+        packing = weight * plain.s_per_weight_element
 
         def overlapped(
             chunks: int, arithmetic: float = arithmetic, travel: float = travel, ranks: int = ranks
@@ -232,11 +235,13 @@ def kernel_costs(machine: Machine, measured: Sequence[Measured]) -> CostModel:
         more += [
             ((seconds - uncut) / COLLECTIVES - (overlapped(chunks) - overlapped(1)))
             / ((chunks - 1) * (ranks - 1))
+            - packing
             for chunks, seconds in case.mc2_s.items()
             if chunks > 1
         ]
         one_collective = arithmetic + plain.collective_factor * travel
-        first.append((uncut - case.async_s) / COLLECTIVES + one_collective - overlapped(1))
+        extra = (uncut - case.async_s) / COLLECTIVES + one_collective - overlapped(1)
+        first.append(extra - (ranks - 1) * packing)
     s_per_message = max(median(more), 1e-6)
     typical_ranks = median([case.shape.ranks for case in measured])
     s_pipeline = max(median(first) - (typical_ranks - 1) * s_per_message, 1e-6)

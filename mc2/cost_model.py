@@ -1,13 +1,13 @@
 """Into how many pieces ``chunks="auto"`` cuts each rank's rows: latency, rates of link and matmul.
 
-    m    seconds to multiply the rows of one rank
+    m    seconds to multiply the rows of one rank by a weight of E elements
     w    seconds for the rows of all other ranks to travel, one way
 
 With C pieces from each of R - 1 peers, a gather ends with the product of the last piece to come,
-and a reduction begins with that of the first to go; all else goes side by side. One collective
-overlaps nothing, and costs no messages:
+and a reduction begins with that of the first to go; all else goes side by side. Each piece costs a
+message and a matmul call, which packs the weight. One collective overlaps nothing, and costs none:
 
-    T(C) = max(R m, w + m / C) + s_pipeline + C (R - 1) s_per_message
+    T(C) = max(R m, w + m / C) + s_pipeline + C (R - 1) (s_per_message + E s_per_weight_element)
     T(0) = R m + collective_factor w
 
 A link whose rate is not known has no w. Then pieces are cut so that T is never far from the least,
@@ -17,11 +17,13 @@ be w nothing or as much as all arithmetic, where cutting wins most.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 ONE_COLLECTIVE = 0
-MAX_CHUNKS = 8
+# Matmuls of a power of two of rows are the fastest, so such a number is cut into others.
+PIECES = (1, 2, 4, 8)
+# Below, a matmul of so few rows is slow by itself.
+MIN_PIECE_ROWS = 128
 # w over R m where the rate is not known. Beyond 1 the same seconds are won of more.
 _UNKNOWN_TRAVEL = (0.0, 1.0)
 
@@ -37,14 +39,16 @@ class CostModel:
     Attributes:
         flops_per_s: rate of a matmul on one rank [floating point operations / s].
         bytes_per_s: rate at which a rank sends, and receives [bytes / s]; None if not known.
-        s_per_message: what one more piece from each peer costs: the message, smaller matmuls [s].
+        s_per_message: what one more piece from each peer costs, whatever the weight [s].
+        s_per_weight_element: what one more matmul call costs for each element of the weight [s].
         s_pipeline: what the first piece costs more than one collective [s].
         collective_factor: time of the group's collective over that of as many bytes.
     """
 
     flops_per_s: float = 30e9
     bytes_per_s: float | None = None
-    s_per_message: float = 1e-3
+    s_per_message: float = 0.7e-3
+    s_per_weight_element: float = 2e-9
     s_pipeline: float = 2.5e-3
     collective_factor: float = 1.5
 
@@ -56,48 +60,53 @@ class CostModel:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"Expected {field.name} above 0, got {value!r} (CostModel).")
 
-    def chunks(self, ranks: int, flops: float, message_bytes: float, most: int) -> int:
+    def chunks(self, ranks: int, rows: int, features: int, width: int, item_bytes: int) -> int:
         """The number of pieces to cut each rank's rows into.
 
         Args:
             ranks: R.
-            flops: floating point operations to multiply the rows of one rank.
-            message_bytes: size of the rows of one rank.
-            most: the largest number to consider, at least 1.
+            rows: of one rank.
+            features: that travel with each row.
+            width: the weight's other dim, so that E = features x width.
+            item_bytes: size of an element.
 
         Returns:
-            1 to ``most``, or `ONE_COLLECTIVE` where the rate is known and overlap wins nothing.
+            One of `PIECES`, or `ONE_COLLECTIVE` where the rate is known and overlap wins nothing.
         """
-        multiply_s = flops / self.flops_per_s
-        choices: Sequence[int] = range(1, most + 1)
+        weight = features * width
+        multiply_s = 2 * rows * weight / self.flops_per_s
+        piece_s = (ranks - 1) * (self.s_per_message + weight * self.s_per_weight_element)
+        choices = [pieces for pieces in PIECES if pieces == 1 or rows // pieces >= MIN_PIECE_ROWS]
         if self.bytes_per_s is None:
             travels = [part * ranks * multiply_s for part in _UNKNOWN_TRAVEL]
         else:
-            travels = [(ranks - 1) * message_bytes / self.bytes_per_s]
-            choices = [ONE_COLLECTIVE, *choices]
-        costs = {
-            chunks: [self._seconds(chunks, ranks, multiply_s, travel_s) for travel_s in travels]
-            for chunks in choices
-        }
-        least = [min(at_travel) for at_travel in zip(*costs.values(), strict=True)]
-        return min(
-            choices,
-            key=lambda chunks: max(
-                c / max(b, 1e-30) for c, b in zip(costs[chunks], least, strict=True)
-            ),
-        )
+            travels = [(ranks - 1) * rows * features * item_bytes / self.bytes_per_s]
+            choices.insert(0, ONE_COLLECTIVE)
 
-    def _seconds(self, chunks: int, ranks: int, multiply_s: float, travel_s: float) -> float:
-        """T of the formulas above."""
-        if chunks == ONE_COLLECTIVE:
-            return ranks * multiply_s + self.collective_factor * travel_s
-        overlapped = max(ranks * multiply_s, travel_s + multiply_s / chunks)
-        return overlapped + self.s_pipeline + chunks * (ranks - 1) * self.s_per_message
+        def seconds(chunks: int, travel_s: float) -> float:
+            if chunks == ONE_COLLECTIVE:
+                return ranks * multiply_s + self.collective_factor * travel_s
+            overlapped = max(ranks * multiply_s, travel_s + multiply_s / chunks)
+            return overlapped + self.s_pipeline + chunks * piece_s
+
+        def regret(chunks: int) -> float:
+            """How many times the least, at worst."""
+            return max(
+                seconds(chunks, travel_s)
+                / max(min(seconds(other, travel_s) for other in choices), 1e-30)
+                for travel_s in travels
+            )
+
+        return min(choices, key=regret)
 
 
 # Of devices that nothing has run on: orders of magnitude, from data sheets.
 _ACCELERATOR = CostModel(
-    flops_per_s=1e14, s_per_message=2e-5, s_pipeline=2e-5, collective_factor=1.0
+    flops_per_s=1e14,
+    s_per_message=2e-5,
+    s_per_weight_element=1e-14,
+    s_pipeline=2e-5,
+    collective_factor=1.0,
 )
 _told: dict[str, CostModel] = {}
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mc2.cost_model import MAX_CHUNKS, ONE_COLLECTIVE, cost_model
+from mc2.cost_model import ONE_COLLECTIVE, cost_model
 from mc2.kernel_interface import CallFacts, Chunks, Kernel, Operation, Schedule
 from mc2.kernel_ops import (
     all_gather_matmul_op,
@@ -41,8 +41,6 @@ from mc2.torch_compat import resolve_group
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# Below, a matmul of so few rows is slow by itself.
-_MIN_PIECE_ROWS = 128
 # Segments (see RowLayout) of this size travel one by one, which spares a copy of all that is sent.
 _MIN_SEGMENT_BYTES = 1 << 18
 # With more than two ranks and less than this a rank, R - 1 messages cost more than one collective,
@@ -357,9 +355,9 @@ def _choose_chunks(layout: RowLayout, message: torch.Tensor, width: int | None) 
     row_bytes = features * message.element_size()
     if ranks > 2 and rows * row_bytes < _ONE_STEP_BYTES:
         return ONE_COLLECTIVE
-    flops = 2 * rows * features * (features if width is None else width)
-    most = max(1, min(rows // _MIN_PIECE_ROWS, MAX_CHUNKS))
-    by_cost = cost_model(message.device.type).chunks(ranks, flops, rows * row_bytes, most)
+    by_cost = cost_model(message.device.type).chunks(
+        ranks, rows, features, features if width is None else width, message.element_size()
+    )
     if by_cost == ONE_COLLECTIVE:
         return ONE_COLLECTIVE
     segment_bytes = rows // max(layout.outer, 1) * row_bytes

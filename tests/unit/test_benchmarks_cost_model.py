@@ -167,8 +167,9 @@ def test_what_auto_goes_by_is_found_again() -> None:
         if chunks == 0:
             return 4 * (arithmetic + known.collective_factor * travel)
         overlapped = max(arithmetic, travel + arithmetic / case.ranks / chunks)
-        messages = known.s_pipeline + chunks * (case.ranks - 1) * known.s_per_message
-        return 4 * (overlapped + messages)
+        weight = case.hidden * case.intermediate / case.ranks
+        piece = known.s_per_message + weight * known.s_per_weight_element
+        return 4 * (overlapped + known.s_pipeline + chunks * (case.ranks - 1) * piece)
 
     cases = [
         dataclasses.replace(

@@ -10,63 +10,82 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mc2 import CostModel, use_cost_model
-from mc2.cost_model import MAX_CHUNKS, ONE_COLLECTIVE, cost_model
+from mc2.cost_model import MIN_PIECE_ROWS, ONE_COLLECTIVE, PIECES, cost_model
 
 MODEL = CostModel()
-seconds = st.floats(1e-6, 1.0)
-ranks = st.integers(2, 64)
+sizes = st.tuples(st.integers(2, 64), st.integers(1, 1 << 14), st.integers(1, 4096))
 
 
-def times(model: CostModel, chunks: int, ranks: int, multiply_s: float, travel_s: float) -> float:
-    """The module's formulas, written once more."""
+def times(
+    model: CostModel, chunks: int, ranks: int, rows: int, features: int, travel_s: float
+) -> float:
+    """The module's formulas, written once more, for a square weight."""
+    weight = features**2
+    multiply_s = 2 * rows * weight / model.flops_per_s
     if chunks == 0:
         return ranks * multiply_s + model.collective_factor * travel_s
-    messages_s = model.s_pipeline + chunks * (ranks - 1) * model.s_per_message
-    return max(ranks * multiply_s, travel_s + multiply_s / chunks) + messages_s
+    piece_s = model.s_per_message + model.s_per_weight_element * weight
+    overlapped = max(ranks * multiply_s, travel_s + multiply_s / chunks)
+    return overlapped + model.s_pipeline + chunks * (ranks - 1) * piece_s
 
 
-@given(ranks, seconds, seconds, st.integers(1, MAX_CHUNKS))
-def test_with_a_known_rate_the_choice_costs_least(
-    ranks: int, multiply_s: float, travel_s: float, most: int
-) -> None:
-    known = dataclasses.replace(MODEL, bytes_per_s=1e9)
-    flops = multiply_s * MODEL.flops_per_s
-    chosen = known.chunks(ranks, flops, 1e9 * travel_s / (ranks - 1), most)
-    assert 0 <= chosen <= most
-    costs = [times(MODEL, chunks, ranks, multiply_s, travel_s) for chunks in range(most + 1)]
-    assert costs[chosen] == pytest.approx(min(costs))
+def pieces_of(rows: int) -> list[int]:
+    return [pieces for pieces in PIECES if pieces == 1 or rows // pieces >= MIN_PIECE_ROWS]
 
 
-@given(ranks, seconds, st.floats(0, 100), st.integers(1, MAX_CHUNKS))
+@given(sizes, st.floats(1e6, 1e11))
+def test_with_a_known_rate_the_choice_costs_least(size: tuple[int, int, int], rate: float) -> None:
+    ranks, rows, features = size
+    known = dataclasses.replace(MODEL, bytes_per_s=rate)
+    chosen = known.chunks(ranks, rows, features, features, 4)
+    travel_s = (ranks - 1) * rows * features * 4 / rate
+    costs = {
+        chunks: times(MODEL, chunks, *size, travel_s)
+        for chunks in (ONE_COLLECTIVE, *pieces_of(rows))
+    }
+    assert costs[chosen] == pytest.approx(min(costs.values()))
+
+
+@given(sizes, st.floats(0, 100))
 def test_with_an_unknown_rate_no_link_makes_the_choice_bad(
-    ranks: int, multiply_s: float, travel_over_arithmetic: float, most: int
+    size: tuple[int, int, int], travel_over_arithmetic: float
 ) -> None:
-    chosen = MODEL.chunks(ranks, multiply_s * MODEL.flops_per_s, 1.0, most)
-    assert 1 <= chosen <= most  # never one collective, of which there is no telling
+    ranks, rows, features = size
+    choices = pieces_of(rows)
+    chosen = MODEL.chunks(ranks, rows, features, features, 4)
+    assert chosen in choices  # never one collective, of which there is no telling
+    arithmetic = ranks * 2 * rows * features**2 / MODEL.flops_per_s
 
-    def regret(chunks: int) -> float:
-        """At the two rates that decide."""
-        return max(
-            times(MODEL, chunks, ranks, multiply_s, travel_s)
-            / min(times(MODEL, c, ranks, multiply_s, travel_s) for c in range(1, most + 1))
-            for travel_s in (0.0, ranks * multiply_s)
-        )
+    def regret(chunks: int, travel_s: float) -> float:
+        least = min(times(MODEL, other, *size, travel_s) for other in choices)
+        return times(MODEL, chunks, *size, travel_s) / least
 
-    assert regret(chosen) == pytest.approx(min(regret(c) for c in range(1, most + 1)))
+    def at_worst(chunks: int) -> float:
+        """Of the two rates that decide."""
+        return max(regret(chunks, travel_s) for travel_s in (0.0, arithmetic))
+
+    assert at_worst(chosen) == pytest.approx(min(at_worst(chunks) for chunks in choices))
     # And at any other rate it is no worse than there.
-    travel_s = travel_over_arithmetic * ranks * multiply_s
-    best = min(times(MODEL, c, ranks, multiply_s, travel_s) for c in range(1, most + 1))
-    there = times(MODEL, chosen, ranks, multiply_s, travel_s)
-    assert there <= best * regret(chosen) * (1 + 1e-9)
+    assert regret(chosen, travel_over_arithmetic * arithmetic) <= at_worst(chosen) * (1 + 1e-9)
 
 
 def test_faster_links_and_slower_ones() -> None:
     def chosen(rate: float | None) -> int:
         model = dataclasses.replace(MODEL, bytes_per_s=rate)
-        return model.chunks(2, 2 * 1024 * 256 * 512, 1024 * 256 * 4, MAX_CHUNKS)
+        return model.chunks(ranks=2, rows=1024, features=256, width=512, item_bytes=4)
 
-    assert [chosen(rate) for rate in (1e12, 320e6, 80e6, 20e6)] == [ONE_COLLECTIVE, 1, 2, 3]
+    assert [chosen(rate) for rate in (1e12, 320e6, 80e6, 20e6)] == [ONE_COLLECTIVE, 1, 2, 4]
     assert chosen(None) == 2
+
+
+def test_a_large_weight_is_packed_less_often() -> None:
+    def chosen(features: int) -> int:
+        model = dataclasses.replace(MODEL, bytes_per_s=1.0)  # all time is travel
+        return model.chunks(ranks=64, rows=1024, features=features, width=features, item_bytes=4)
+
+    assert [chosen(features) for features in (64, 8192)] == [1, 1]
+    model = dataclasses.replace(MODEL, s_per_message=1e-6, s_per_weight_element=1e-12)
+    assert model.chunks(ranks=2, rows=1024, features=8192, width=8192, item_bytes=4) == 8
 
 
 def test_told_by_device_type() -> None:
