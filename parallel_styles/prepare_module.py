@@ -220,9 +220,11 @@ def _check_count(
     style: ParallelStyle, side: str, values: Sequence[Any], layouts: Sequence[Any]
 ) -> None:
     if len(values) != len(layouts):
+        # Torch's sentence first: programs, and torch's own tests, look for it.
         raise ValueError(
-            f"Expected {len(layouts)} {side}, one for each of {side[:-1]}_layouts, got "
-            f"{len(values)} ({type(style).__name__}). Give None for {side} to leave alone."
+            f"module {side} and {side[:-1]}_layouts should have same length! Expected "
+            f"{len(layouts)} {side}, one for each layout, got {len(values)} "
+            f"({type(style).__name__}). Give None for {side} to leave alone."
         )
 
 

@@ -724,14 +724,18 @@ def test_layouts_of_another_number(ctx: RankContext) -> None:
         ctx.mesh(),
         PrepareModuleInput(input_layouts=both, desired_input_layouts=both),
     )
-    with pytest.raises(ValueError, match="Expected 2 inputs, one for each of input_layouts"):
+    with pytest.raises(
+        ValueError, match="inputs and input_layouts should have same length! Expected 2 inputs"
+    ):
         module(features())
     module = parallelize_module(
         Look(),
         ctx.mesh(),
         PrepareModuleOutput(output_layouts=both, desired_output_layouts=both),
     )
-    with pytest.raises(ValueError, match="Expected 2 outputs, one for each of output_layouts"):
+    with pytest.raises(
+        ValueError, match="outputs and output_layouts should have same length! Expected 2 outputs"
+    ):
         module(features())
 
 
