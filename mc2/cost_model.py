@@ -89,12 +89,13 @@ class CostModel:
             overlapped = max(ranks * multiply_s, travel_s + multiply_s / chunks)
             return overlapped + self.s_pipeline + chunks * piece_s
 
+        least = [min(seconds(other, travel_s) for other in choices) for travel_s in travels]
+
         def regret(chunks: int) -> float:
             """How many times the least, at worst."""
             return max(
-                seconds(chunks, travel_s)
-                / max(min(seconds(other, travel_s) for other in choices), 1e-30)
-                for travel_s in travels
+                seconds(chunks, travel_s) / max(least_s, 1e-30)
+                for travel_s, least_s in zip(travels, least, strict=True)
             )
 
         return min(choices, key=regret)
