@@ -112,13 +112,15 @@ class PendingLocal(AsyncCollectiveTensor):
         pending: the shared life of the value.
         _steps: the view steps that lead from that value to this tensor.
         _value: this tensor's own view of it, once read.
+        _was_viewed: whether autograd may know a view of this tensor.
     """
 
     pending: Pending
     _steps: tuple[ViewStep, ...]
     _value: torch.Tensor | None
+    _was_viewed: bool
 
-    __slots__ = ("_steps", "_value", "pending")
+    __slots__ = ("_steps", "_value", "_was_viewed", "pending")
 
     @staticmethod
     def __new__(
@@ -363,17 +365,21 @@ class PendingLocal(AsyncCollectiveTensor):
             return _read(func, args, kwargs)
         if _is_composite_view(func):
             return func.decompose(*args, **kwargs)
-        if torch.is_inference_mode_enabled() and _is_view(func) and not first.is_inference():
-            # In inference mode too a view of a tensor that autograd knows must be one.
-            with torch.inference_mode(False):
-                return cls.__torch_dispatch__(func, types, args, kwargs)
-        if first.completed and first.recipe is not None and _is_view(func):
-            # A fused rule completed it, and another may ask for its recipe still.
-            return _pending_view(func, first, args[1:], kwargs)
+        is_view = _is_view(func)
+        if is_view:
+            if torch.is_inference_mode_enabled() and not first.is_inference():
+                # In inference mode too a view of a tensor that autograd knows must be one.
+                with torch.inference_mode(False):
+                    return cls.__torch_dispatch__(func, types, args, kwargs)
+            if func is not aten.detach.default:
+                first._was_viewed = True
+            if first.completed and first.recipe is not None:
+                # A fused rule completed it, and another may ask for its recipe still.
+                return _pending_view(func, first, args[1:], kwargs)
         if first._value is None:
             if func in _METADATA_ONLY:
                 return _from_metadata(func, first, args[1:], kwargs)
-            if _is_view(func):
+            if is_view:
                 # A leaf takes its gradient over by detaching it. It is read by people who know
                 # nothing of us, so it is finished here.
                 if func is aten.detach.default and accumulating_gradient():
@@ -406,6 +412,7 @@ def _wrap(
     self.pending = pending
     self._steps = steps
     self._value = None
+    self._was_viewed = False
     return self
 
 
@@ -519,6 +526,8 @@ def _read(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     # so that ``x.add_(1) is x``, and everybody who holds that tensor sees the change.
     owners: dict[int, PendingLocal] = {}
     changes_metadata = _changes_metadata(func)
+    if torch.Tag.inplace_view in func.tags:
+        _refuse_if_autograd_knows_views(func, args[0])
 
     def finish_for_write(tensor: PendingLocal) -> torch.Tensor:
         value = tensor.materialize(func)
@@ -542,6 +551,30 @@ def _read(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
                 for owner in owners.values():
                     owner.resize_(owner.materialize().shape)
     return tree_map_only(torch.Tensor, lambda out: owners.get(id(out), out), result)
+
+
+def _refuse_if_autograd_knows_views(func: torch._ops.OpOverload, tensor: torch.Tensor) -> None:
+    """Refuses to change the shape of a view, or of what has views, where gradients may follow.
+
+    Autograd makes the views of a wrapper subclass again after a write, by the ops that made them,
+    where it strides into the storage of a plain tensor. It would make them from the new shape, or
+    without the change of their own: gradients would come out wrong.
+
+    Raises:
+        RuntimeError: it is one, or has some.
+    """
+    if not isinstance(tensor, PendingLocal) or not (
+        tensor.requires_grad or torch.is_grad_enabled()
+    ):
+        return
+    if tensor._is_view() or tensor._was_viewed:
+        found = "a view" if tensor._is_view() else "one of which views were taken"
+        name = func._schema.name.removeprefix("aten::")
+        raise RuntimeError(
+            f"Expected a pending tensor without views to change the shape of in place, got {found} "
+            f"({name} of {tensor!r}): autograd would make the views again from the wrong shape, "
+            f"with wrong gradients. Make a new tensor, as x = x.transpose(...) does."
+        )
 
 
 def _note_writes_to_lists(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:

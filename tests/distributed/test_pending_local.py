@@ -395,7 +395,8 @@ def test_a_write_is_seen_by_the_pending_tensor_and_its_views(ctx: RankContext) -
         views = [
             (view(x), view(plain)) for view in (lambda t: t[1:], lambda t: t.t(), torch.detach)
         ]
-        result = write(x)
+        with torch.no_grad():
+            result = write(x)
         write(plain)
         if name in give_it_back:
             assert result is x
@@ -455,7 +456,8 @@ def test_a_metadata_write_changes_this_tensor_only(ctx: RankContext) -> None:
         views = [
             (view(x), view(plain)) for view in (lambda t: t[1:], lambda t: t.t(), torch.detach)
         ]
-        result = write(x)
+        with torch.no_grad():
+            result = write(x)
         write(plain)
         assert result is x
         assert (x.shape, x.stride(), x.storage_offset()) == (
@@ -472,6 +474,56 @@ def test_a_metadata_write_changes_this_tensor_only(ctx: RankContext) -> None:
         same(x[0], plain[0])
 
     by_name(cases, check)
+
+
+def reshapes() -> dict[str, Callable[[torch.Tensor], Any]]:
+    """The metadata writes that autograd takes on a tensor in a graph."""
+    return {
+        name: write
+        for name, write in metadata_writes().items()
+        if not name.startswith(("resize_", "set_"))
+    }
+
+
+@on_ranks(2)
+def test_a_metadata_write_in_a_graph_has_its_gradient(ctx: RankContext) -> None:
+    def check(name: str, write: Callable[[torch.Tensor], Any]) -> None:
+        def written(x: torch.Tensor) -> torch.Tensor:
+            write(x)
+            row = x[0]
+            x.mul_(x.detach() + 2)
+            parts = [
+                part * torch.arange(1.0, part.numel() + 1).view(part.shape) for part in (row, x)
+            ]
+            return torch.stack([part.sum() for part in parts]).sum()
+
+        leaf = whole().requires_grad_()
+        plain = (whole() * ctx.world_size).requires_grad_()
+        (grad,) = torch.autograd.grad(written(owned_sum(ctx, leaf)), leaf)
+        (expected,) = torch.autograd.grad(written(plain * 1), plain)
+        same(grad, expected)
+
+    by_name(reshapes(), check)
+
+
+@on_ranks(2)
+def test_a_metadata_write_that_autograd_would_get_wrong_is_refused(ctx: RankContext) -> None:
+    """It makes views of a wrapper subclass again by replaying their ops on its present shape."""
+    pending = {
+        "in a graph": owned_sum(ctx, whole().requires_grad_()),
+        "that may come into one": started_here(ctx),
+    }
+    views = {"a view": lambda x: x[:], "one of which views were taken": lambda x: (x.t(), x)[1]}
+
+    def check(name: str, write: Callable[[torch.Tensor], Any]) -> None:
+        for x in pending.values():
+            for found, take in views.items():
+                with pytest.raises(RuntimeError, match=rf"without views .* got {found} \("):
+                    write(take(x))
+
+    by_name(reshapes(), check)
+    with torch.no_grad():
+        same(pending["that may come into one"].t_(), whole().t())
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")

@@ -79,9 +79,9 @@ WRITES: dict[str, Op] = {
     "index_fill_": lambda x, y, k: nothing(x.index_fill_(0, torch.tensor([0]), k)),
     "index_add_": lambda x, y, k: nothing(x.index_add_(0, torch.tensor([0]), x[:1].clone())),
     "masked_fill_": lambda x, y, k: nothing(x.masked_fill_(fitting(y, x) > k, 1)),
-    "transpose_": lambda x, y, k: nothing(x.transpose_(0, -1)),
-    "unsqueeze_": lambda x, y, k: nothing(x.unsqueeze_(0)),
-    "squeeze_": lambda x, y, k: nothing(x.squeeze_()),
+    "transpose_": lambda x, y, k: nothing(may_be_reshaped(x).transpose_(0, -1)),
+    "unsqueeze_": lambda x, y, k: nothing(may_be_reshaped(x).unsqueeze_(0)),
+    "squeeze_": lambda x, y, k: nothing(may_be_reshaped(x).squeeze_()),
     "to a view": lambda x, y, k: nothing(x[..., :1].add_(k)),
     "to data": lambda x, y, k: nothing(x.data.add_(k)),
     "to detached": lambda x, y, k: nothing(x.detach().mul_(2)),
@@ -164,22 +164,37 @@ steps = st.builds(
 )
 
 
-def run(values: list[torch.Tensor], program: Sequence[Step]) -> list[Any]:
+# How the error begins by which a pending tensor with views refuses to be reshaped in place.
+REFUSED = "Expected a pending tensor without views"
+
+
+def run(values: list[torch.Tensor], program: Sequence[Step], refused: set[int]) -> list[Any]:
     """Runs ``program`` on ``values``, which grows by its results.
+
+    Args:
+        values: the tensors.
+        program: the steps.
+        refused: indices of steps not to run, since a pending tensor refused to be reshaped there;
+            grows by those that do now.
 
     Returns:
         For each step what it gave that is no tensor, or the type of the error that it raised.
     """
     seen: list[Any] = []
-    for step in program:
+    for index, step in enumerate(program):
+        if index in refused:
+            seen.append((step.op, RuntimeError))
+            continue
         if step.op == "drop":
             if len(values) > 1:
                 values.pop(step.first % len(values))
             continue
-        one, other = (values[index % len(values)] for index in (step.first, step.second))
+        one, other = (values[place % len(values)] for place in (step.first, step.second))
         try:
             result = OPS[step.op](one, other, step.number)
         except Exception as error:
+            if str(error).startswith(REFUSED):
+                refused.add(index)
             seen.append((step.op, type(error)))
             continue
         results = result if isinstance(result, (tuple, list)) else [result]
@@ -213,6 +228,13 @@ def fitting(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def nothing(_: object) -> None:
     """For an op that only writes."""
+
+
+def may_be_reshaped(x: torch.Tensor) -> torch.Tensor:
+    """``x``, if it is no plain view of a pending tensor: such a view cannot refuse."""
+    if x._is_view() and isinstance(x._base, PendingLocal) and not isinstance(x, PendingLocal):
+        raise RuntimeError(REFUSED)
+    return x
 
 
 def waited(x: torch.Tensor) -> torch.Tensor:

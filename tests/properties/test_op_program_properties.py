@@ -88,9 +88,11 @@ LATE_S = 0.003
 @given(program=programs)
 @on_ranks(2, 3, keep_if_all_raise=True)
 def test_a_program_on_pending_tensors(ctx: RankContext, program: Program) -> None:
-    expected, _ = outcome(ctx, program, async_op=False)
+    refused: set[int] = set()
     with record_overlap() as log, counted_waits() as waits:
-        got, alive = outcome(ctx, program, async_op=True)
+        got, alive = outcome(ctx, program, refused, async_op=True)
+        # What was refused is left out here; nothing else may be refused.
+        expected, _ = outcome(ctx, program, refused, async_op=False)
         assert len(got) == len(expected)
         for one, other in zip(got, expected, strict=True):
             # In inference mode torch says of some views that they require a gradient.
@@ -128,7 +130,9 @@ def in_graph(tensor: torch.Tensor) -> Any:
         return str(error)
 
 
-def outcome(ctx: RankContext, program: Program, *, async_op: bool) -> tuple[list[Any], list[Any]]:
+def outcome(
+    ctx: RankContext, program: Program, refused: set[int], *, async_op: bool
+) -> tuple[list[Any], list[Any]]:
     """What there is to see of a program, and what it leaves alive."""
     leaves, values = [], []
     # One rank is late, so that others read before the value is there.
@@ -142,10 +146,10 @@ def outcome(ctx: RankContext, program: Program, *, async_op: bool) -> tuple[list
         leaves.append(leaf)
     assert async_op or not any(isinstance(value, PendingLocal) for value in values)
     with MODES[program.mode]():
-        seen = run(values, program.steps)
+        seen = run(values, program.steps, refused)
         try:
             chosen = [values[index % len(values)] for index in program.loss]
-            losses = [value.double().sum() for value in chosen if value.requires_grad]
+            losses = [weighted_sum(value) for value in chosen if value.requires_grad]
             if losses and program.mode == "grad":
                 torch.stack(losses).sum().backward()
         except RuntimeError as error:
@@ -153,6 +157,11 @@ def outcome(ctx: RankContext, program: Program, *, async_op: bool) -> tuple[list
         seen += [values[index % len(values)] for index in program.reads]
         seen += [leaf.grad for leaf in leaves]
     return seen, values
+
+
+def weighted_sum(value: torch.Tensor) -> torch.Tensor:
+    """A loss to which each element adds otherwise: one that is put elsewhere is noticed."""
+    return (value.double() * torch.arange(1.0, value.numel() + 1).view(value.shape)).sum()
 
 
 def local_part(ctx: RankContext, made: Input, index: int) -> torch.Tensor:
