@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from pending_dtensor.torch_compat import ProcessGroupGloo, one_worker_options
 
@@ -47,6 +48,19 @@ _init: Any = object.__init__ if ProcessGroupGloo is None else ProcessGroupGloo._
 
 @functools.wraps(_init)
 def _init_with_one_worker(
-    self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta
+    self: Any,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta | Any = default_pg_timeout,
+    *,
+    options: Any = None,
 ) -> None:
-    _init(self, store, rank, size, one_worker_options(timeout))
+    if isinstance(timeout, ProcessGroupGloo._Options):
+        options = timeout
+    if options is None:
+        options = one_worker_options(timeout)
+    else:
+        # The caller's keep their devices and their timeout.
+        options._threads = 1
+    _init(self, store, rank, size, options)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
+
+import pytest
 
 from tests.common.distributed_launcher import IN_RANK_PROCESS, RankContext, on_ranks
 from tests.common.script_on_ranks import run_script_on_ranks
@@ -34,6 +37,32 @@ def test_every_group_has_one_worker(ctx: RankContext) -> None:
         work.wait()
         assert value.tolist() == [3.0] * 3
     dist.destroy_process_group(new_group)
+
+
+@on_ranks(2)
+def test_a_group_made_by_hand_has_one_worker_too(ctx: RankContext) -> None:
+    """In each of the ways that torch's constructor can be called."""
+    timeout = timedelta(seconds=7)
+    options = dist.ProcessGroupGloo._Options()
+    options._threads = 3
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    default = dist.constants.default_pg_timeout
+    ways: list[tuple[tuple[Any, ...], dict[str, Any], timedelta]] = [
+        ((), {}, default),
+        ((timeout,), {}, timeout),
+        ((), {"timeout": timeout}, timeout),
+        ((options,), {}, timeout),
+        ((), {"options": options}, timeout),
+    ]
+    for args, kwargs, expected in ways:
+        group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, *args, **kwargs)
+        assert (group.options._threads, group.options._timeout) == (1, expected)
+        value = torch.ones(3)
+        group.allreduce(value).wait()
+        assert value.tolist() == [1.0] * 3
+    with pytest.raises(TypeError):
+        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, "a minute")
 
 
 @on_ranks(2)
