@@ -514,17 +514,26 @@ def _shows_the_same(like: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _read(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs ``func`` on finished values."""
+    """Runs ``func`` on finished values.
+
+    A result that is one of these is handed back as the pending tensor it is in. So ``x.add_(1) is
+    x``, and everybody who holds that tensor sees the change. Ops that do not write may hand back
+    what they were given too, such as ``type_as`` in inference mode.
+    """
+    owners: dict[int, PendingLocal] = {}
     if not _is_mutable(func):
-        finish = functools.partial(PendingLocal.materialize, consumer=func)
-        return func(
+
+        def finish(tensor: PendingLocal) -> torch.Tensor:
+            value = tensor.materialize(func)
+            owners[id(value)] = tensor
+            return value
+
+        result = func(
             *tree_map_only(PendingLocal, finish, args),
             **tree_map_only(PendingLocal, finish, kwargs),
         )
+        return _as_given(result, owners)
 
-    # A result that is one of the written-to values is handed back as the pending tensor it is in,
-    # so that ``x.add_(1) is x``, and everybody who holds that tensor sees the change.
-    owners: dict[int, PendingLocal] = {}
     changes_metadata = _changes_metadata(func)
     if torch.Tag.inplace_view in func.tags:
         _refuse_if_autograd_knows_views(func, args[0])
@@ -550,6 +559,12 @@ def _read(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
             else:
                 for owner in owners.values():
                     owner.resize_(owner.materialize().shape)
+    return _as_given(result, owners)
+
+
+def _as_given(result: Any, owners: dict[int, PendingLocal]) -> Any:
+    if isinstance(result, torch.Tensor):
+        return owners.get(id(result), result)
     return tree_map_only(torch.Tensor, lambda out: owners.get(id(out), out), result)
 
 

@@ -264,6 +264,36 @@ def test_what_wait_gives_is_not_the_memoised_value(ctx: RankContext) -> None:
 
 
 @on_ranks(2)
+def test_ops_that_hand_back_what_they_were_given(ctx: RankContext) -> None:
+    """In inference mode they reach us whole, and would hand out the memoised value."""
+    ops: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "type_as": lambda x: x.type_as(x),
+        "to": lambda x: x.to(x.dtype),
+        "contiguous": lambda x: x.contiguous(),
+        "dropout": lambda x: F.dropout(x, training=False),
+        "alpha_dropout": lambda x: F.alpha_dropout(x, training=False),
+        "expand_as": lambda x: x.expand_as(x),
+        "resolve_conj": lambda x: x.resolve_conj(),
+        "positive": lambda x: +x,
+        "sum_to_size": lambda x: x.sum_to_size(x.shape),
+        "broadcast": lambda x: torch.broadcast_tensors(x, x)[0],
+    }
+    pending = dict(zip(ops, started(ctx, len(ops)), strict=True))
+
+    def check(name: str, op: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        x, plain = pending[name], whole()
+        for inference in False, True:
+            with torch.inference_mode(inference), torch.no_grad():
+                same = op(x)
+                assert (same is x) == (op(plain) is plain)
+                if same is not x:
+                    same.unsqueeze_(0)
+                assert (x + 0).shape == x.shape == plain.shape
+
+    by_name(ops, check)
+
+
+@on_ranks(2)
 def test_gradients_flow_through_reads_of_a_pending_tensor(ctx: RankContext) -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         return (x.exp() * x[1:].sum() + x.view(-1).unsqueeze(0).narrow(1, 1, 2).sum()).sum()
