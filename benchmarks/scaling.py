@@ -13,7 +13,7 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.cost_model import CHUNKS, Machine, Measured, Shape, errors, fit, kernel_costs
@@ -44,13 +44,15 @@ class Case:
     Attributes:
         shape: sizes and rate.
         link: description.
+        told: what "auto" was told, as measured on that link.
         auto_chunks: how often "auto" cut into how many pieces, in one forward and backward.
         samples: seconds of forward + backward by variant; MC2's are ``auto``, which is told the
-            link's rate, ``auto, not told``, and by chunk count.
+            costs, ``auto, not told``, and by chunk count.
     """
 
     shape: Shape
     link: str
+    told: CostModel
     auto_chunks: str
     samples: dict[str, Sample]
 
@@ -83,14 +85,23 @@ class Case:
 # -- on the ranks ----------------------------------------------------------------------------------
 
 
-def measure(sequence: int, rounds: int, rate: float, share: float) -> tuple[dict[str, Any], str]:
+def measure_costs() -> CostModel:
+    """What a user would tell "auto" of this link and these cores."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from mc2 import measure_cost_model
+
+    return measure_cost_model(init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def measure(sequence: int, rounds: int, told: CostModel) -> tuple[dict[str, Any], str]:
     """Checks that the variants agree, then times them; also tells what "auto" chose.
 
     Args:
         sequence: its length.
         rounds: of timing.
-        rate: of the link [bytes / s].
-        share: ranks for each core, at least 1.
+        told: what "auto" is told.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -101,15 +112,9 @@ def measure(sequence: int, rounds: int, rate: float, share: float) -> tuple[dict
     from pending_dtensor import record_overlap
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    costs = CostModel()
-    told = replace(
-        costs,
-        bytes_per_s=None if math.isinf(rate) else rate,
-        flops_per_s=costs.flops_per_s / share,
-    )
 
     def knowing(run: Run) -> Run:
-        """The run, told the link's rate and how many ranks share a core."""
+        """The run, told what things cost."""
 
         def run_knowing() -> Sequence[float]:
             use_cost_model(told)
@@ -159,19 +164,15 @@ def measure_all(args: argparse.Namespace) -> list[Case]:
         ):
             for rate in args.rate if link.is_slow else [math.inf]:
                 link.set_rate(rate)
+                told = ranks.call(measure_costs)[0]
                 for sequence in args.sequence:
-                    answers = ranks.call(
-                        measure,
-                        sequence=sequence,
-                        rounds=args.rounds,
-                        rate=rate,
-                        share=max(1.0, count / cores()),
-                    )
+                    answers = ranks.call(measure, sequence=sequence, rounds=args.rounds, told=told)
                     samples = slowest_rank([taken for taken, _ in answers])
                     cases.append(
                         Case(
                             Shape(count, sequence, HIDDEN, INTERMEDIATE, rate),
                             link.description,
+                            told,
                             answers[0][1],
                             {name: phases[0] for name, phases in samples.items()},
                         )
@@ -210,7 +211,13 @@ def measurements(cases: Sequence[Case]) -> str:
             "not told / best fixed",
             "auto chose",
         ]
-        parts += [link, table(header, [row(case) for case in there]), crossover(there)]
+        told = there[0].told
+        rates = f"{told.bytes_per_s / 1e6:.3g} MB/s, {told.flops_per_s / 1e9:.3g} GFLOP/s"
+        parts += [
+            f"{link}; measured, and told to auto: {rates}",
+            table(header, [row(case) for case in there]),
+            crossover(there),
+        ]
     return "\n\n".join(parts)
 
 
@@ -304,8 +311,8 @@ def main() -> int:
             losses += [f"{name}: {r:.3f} x {of} at {c.shape}" for c, r in ratios.items() if r > aim]
             worst.append(f"{max(ratios.values()):.3f} x {of} (<= {aim})")
     conclusion = (
-        f'chunks="auto" told the rate, at worst: {worst[0]}, {worst[1]}; not told: {worst[2]}, '
-        f"{worst[3]}"
+        f'chunks="auto" told what things cost, at worst: {worst[0]}, {worst[1]}; not told: '
+        f"{worst[2]}, {worst[3]}"
     )
     if args.no_file:
         print("\n\n".join(f"{heading}\n\n{text}" for heading, text in sections))

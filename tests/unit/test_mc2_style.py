@@ -81,6 +81,7 @@ def test_public_names() -> None:
         "MC2Linear",
         "assert_fused",
         "available_kernels",
+        "measure_cost_model",
         "reasons_not_supported",
         "use_cost_model",
     ]
