@@ -151,7 +151,7 @@ READS: dict[str, Op] = {
     "in": lambda x, y, k: k in x,
     "address": lambda x, y, k: (x.data_ptr() - x.untyped_storage().data_ptr()) // x.itemsize,
     "metadata": lambda x, y, k: (x.shape, x.stride(), x.dtype, len(x)),
-    "hook": lambda x, y, k: nothing(x.register_hook(lambda grad: grad * 2)),
+    "hook": lambda x, y, k: nothing(x.register_hook(doubled)),
 }
 OPS = VIEWS | WRITES | {f"read: {name}": op for name, op in READS.items()}
 # Views and writes as often as reads: it is they that tie values together.
@@ -235,6 +235,11 @@ def may_be_reshaped(x: torch.Tensor) -> torch.Tensor:
     if x._is_view() and isinstance(x._base, PendingLocal) and not isinstance(x, PendingLocal):
         raise RuntimeError(REFUSED)
     return x
+
+
+def doubled(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """As a hook: torch asks also for parts of a split that get no gradient."""
+    return None if grad is None else grad * 2
 
 
 def waited(x: torch.Tensor) -> torch.Tensor:
