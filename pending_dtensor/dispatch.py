@@ -27,6 +27,7 @@ from pending_dtensor.torch_compat import (
     is_mask_partial,
     is_tracing,
     no_dispatch,
+    plain_dtensor,
 )
 
 aten = torch.ops.aten
@@ -192,7 +193,7 @@ class OpDispatcher:
             if isinstance(arg, (list, tuple)):
                 return type(arg)(unwrap(item) for item in arg)
             if zeros_spec is not None and isinstance(arg, torch.Tensor) and not arg.any():
-                return DTensor(arg, _replicated_spec(arg, zeros_spec), requires_grad=False)
+                return plain_dtensor(arg, _replicated_spec(arg, zeros_spec))
             return arg
 
         torch_args = tuple(unwrap(arg) for arg in args)
@@ -298,7 +299,7 @@ def _finished(arg: Any) -> Any:
     """A DTensor of any kind as torch's own, with a finished local tensor; else ``arg`` itself."""
     if not isinstance(arg, DTensor):
         return arg
-    return DTensor(materialized(arg._local_tensor), arg._spec, requires_grad=False)
+    return plain_dtensor(materialized(arg._local_tensor), arg._spec)
 
 
 def _key_and_locals(

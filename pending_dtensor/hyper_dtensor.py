@@ -35,6 +35,7 @@ from pending_dtensor.torch_compat import (
     compute_global_tensor_info,
     current_mesh,
     is_tracing,
+    plain_dtensor,
     reserve_sequence_nr,
 )
 
@@ -90,7 +91,7 @@ class HyperDTensor(DTensor):
         traced_as_plain = expected_type is DTensor
         same = self.redistribute(placements=flatten_spec[0])
         if traced_as_plain:
-            return DTensor(materialized(same._local_tensor), same._spec, requires_grad=False)
+            return plain_dtensor(materialized(same._local_tensor), same._spec)
         return same
 
     def data_ptr(self) -> int:

@@ -36,7 +36,7 @@ from pending_dtensor.hyper_dtensor import (
 from pending_dtensor.pending import PendingState, Readable
 from pending_dtensor.pending_local import PendingLocal, materialized
 from pending_dtensor.redistribute import redistribute_local, with_placements
-from pending_dtensor.torch_compat import DTensorSpec, TensorMeta, is_tracing
+from pending_dtensor.torch_compat import DTensorSpec, TensorMeta, is_tracing, plain_dtensor
 
 _MAX_VIEWS_BEFORE_LINEAR = 4
 
@@ -177,7 +177,7 @@ class _FinishGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(DTensor(p._local_tensor, p._spec, requires_grad=False) for p in parameters)
+        return tuple(plain_dtensor(p._local_tensor, p._spec) for p in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor | None) -> tuple[Any, ...]:
@@ -187,7 +187,7 @@ class _FinishGradients(torch.autograd.Function):
 def _finished(grad: DTensor | None) -> DTensor | None:
     if grad is None or not isinstance(grad._local_tensor, PendingLocal):
         return grad
-    return DTensor(grad._local_tensor.materialize(), grad._spec, requires_grad=False)
+    return plain_dtensor(grad._local_tensor.materialize(), grad._spec)
 
 
 def finished_late(
@@ -299,13 +299,13 @@ def late_gradient(
 ) -> DTensor:
     """A parameter's gradient, computed now, or ``late`` by its `_FinishGradients` node."""
     if not late:
-        return DTensor(compute(), spec, requires_grad=False)
+        return plain_dtensor(compute(), spec)
     device = torch.device(spec.mesh.device_type)
     assert spec.tensor_meta is not None
     pending = PendingLocal.deferred(
         _DeferredGradient(compute), shape, spec.tensor_meta.dtype, device
     )
-    return DTensor(pending, spec, requires_grad=False)
+    return plain_dtensor(pending, spec)
 
 
 def _differentiable_gradients(
