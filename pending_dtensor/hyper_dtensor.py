@@ -29,6 +29,7 @@ from pending_dtensor.redistribute import (
     with_dtype,
     with_placements,
 )
+from pending_dtensor.reshape_in_place import refuse_if_autograd_knows_views
 from pending_dtensor.torch_compat import (
     DTensorSpec,
     TensorMeta,
@@ -212,6 +213,16 @@ def _wrap(local: torch.Tensor, spec: DTensorSpec) -> HyperDTensor:
 
 
 dispatcher.set_wrapper(_wrap)
+
+
+def _before_squeeze(tensor: HyperDTensor, *args: Any, **kwargs: Any) -> Any:
+    """Of the ops that change a shape in place, torch has a sharding rule for ``squeeze_`` only."""
+    # A view holds its base; so does a node that has saved it, and would find it written to.
+    refuse_if_autograd_knows_views("squeeze_", tensor, tensor._use_count() > 1)
+    return NotImplemented
+
+
+dispatcher.register_function(torch.Tensor.squeeze_, _before_squeeze)
 
 
 def distribute_tensor(

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from pending_dtensor.pending import Launch, Pending, PendingState, Recipe
+from pending_dtensor.reshape_in_place import refuse_if_autograd_knows_views
 from pending_dtensor.torch_compat import (
     AsyncCollectiveTensor,
     accumulating_gradient,
@@ -112,7 +113,7 @@ class PendingLocal(AsyncCollectiveTensor):
         pending: the shared life of the value.
         _steps: the view steps that lead from that value to this tensor.
         _value: this tensor's own view of it, once read.
-        _was_viewed: whether autograd may know a view of this tensor.
+        _was_viewed: whether autograd may know a view of this tensor [Note: views are replayed].
     """
 
     pending: Pending
@@ -535,8 +536,10 @@ def _read(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         return _as_given(result, owners)
 
     changes_metadata = _changes_metadata(func)
-    if torch.Tag.inplace_view in func.tags:
-        _refuse_if_autograd_knows_views(func, args[0])
+    changed = args[0] if torch.Tag.inplace_view in func.tags else None
+    if isinstance(changed, PendingLocal):
+        name = func._schema.name.removeprefix("aten::")
+        refuse_if_autograd_knows_views(name, changed, changed._was_viewed)
 
     def finish_for_write(tensor: PendingLocal) -> torch.Tensor:
         value = tensor.materialize(func)
@@ -566,30 +569,6 @@ def _as_given(result: Any, owners: dict[int, PendingLocal]) -> Any:
     if isinstance(result, torch.Tensor):
         return owners.get(id(result), result)
     return tree_map_only(torch.Tensor, lambda out: owners.get(id(out), out), result)
-
-
-def _refuse_if_autograd_knows_views(func: torch._ops.OpOverload, tensor: torch.Tensor) -> None:
-    """Refuses to change the shape of a view, or of what has views, where gradients may follow.
-
-    Autograd makes the views of a wrapper subclass again after a write, by the ops that made them,
-    where it strides into the storage of a plain tensor. It would make them from the new shape, or
-    without the change of their own: gradients would come out wrong.
-
-    Raises:
-        RuntimeError: it is one, or has some.
-    """
-    if not isinstance(tensor, PendingLocal) or not (
-        tensor.requires_grad or torch.is_grad_enabled()
-    ):
-        return
-    if tensor._is_view() or tensor._was_viewed:
-        found = "a view" if tensor._is_view() else "one of which views were taken"
-        name = func._schema.name.removeprefix("aten::")
-        raise RuntimeError(
-            f"Expected a pending tensor without views to change the shape of in place, got {found} "
-            f"({name} of {tensor!r}): autograd would make the views again from the wrong shape, "
-            f"with wrong gradients. Make a new tensor, as x = x.transpose(...) does."
-        )
 
 
 def _note_writes_to_lists(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:

@@ -664,6 +664,22 @@ def test_squeeze_in_place_changes_the_global_shape(ctx: RankContext) -> None:
 
 
 @on_ranks(2)
+def test_squeeze_in_place_of_what_has_views_is_refused(ctx: RankContext) -> None:
+    """Autograd would repeat the view's ops on the new shape, as it does for torch's DTensor."""
+    leaf = shard(HyperDTensor, ramp(1, 4, 4, 4), ctx.mesh(), "S3", grad=True)
+    x = leaf * 1
+    view = x.transpose(1, 2)
+    for what in x, view:
+        with pytest.raises(RuntimeError, match="Expected a tensor without views"):
+            what.squeeze_(0)
+    del what, view
+    assert x.squeeze_(0).shape == (4, 4, 4)
+    x.transpose(0, 1).sum().backward()
+    assert leaf.grad is not None
+    same(leaf.grad.full_tensor(), torch.ones(1, 4, 4, 4))
+
+
+@on_ranks(2)
 def test_writes_under_autograd(ctx: RankContext) -> None:
     mesh = ctx.mesh()
 

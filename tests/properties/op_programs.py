@@ -165,7 +165,7 @@ steps = st.builds(
 
 
 # How the error begins by which a pending tensor with views refuses to be reshaped in place.
-REFUSED = "Expected a pending tensor without views"
+REFUSED = "Expected a tensor without views"
 
 
 def run(values: list[torch.Tensor], program: Sequence[Step], refused: set[int]) -> list[Any]:
