@@ -15,6 +15,7 @@ called in the same order on every rank, as collectives have.
 from __future__ import annotations
 
 from datetime import timedelta
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,11 @@ from mc2.row_layout import RowLayout
 from mc2.torch_compat import gloo_timeout, register_wait
 
 _TAG = 0x6D6332  # "mc2": a message that a user sends between the same ranks is another one
+
+# Gloo groups in which a message did not come: what else is on its way in them is not waited for.
+# Gloo fails most of it at once itself, but not a send over a connection that its peer has closed.
+_failed: WeakSet[dist.ProcessGroup] = WeakSet()
+_AN_INSTANT = timedelta(milliseconds=1)  # zero is no timeout
 
 
 class RowExchange:
@@ -58,6 +64,7 @@ class RowExchange:
         below = (layout.rank - distance) % layout.ranks
         # Gloo gives messages the timeout that the group was made with, not the one it has now.
         self._timeout: timedelta | None = gloo_timeout(group, received.device)
+        self._group = group
         # As bytes, so that a dtype need not be known to the process group. Flattened first: one
         # feature may have any stride in what torch calls contiguous, and bytes need stride 1.
         messages = [
@@ -68,6 +75,7 @@ class RowExchange:
         try:
             self._works = dist.batch_isend_irecv(messages) if messages else []
         except RuntimeError as error:  # gloo knows at once of a peer that has gone
+            _failed.add(group)
             peers = f"rank {self.above}, which sends, and rank {below}, which receives"
             raise WaitFailedError(f"waited for {peers} in the group") from error
         self._arriving = 1 if received.numel() else 0
@@ -90,9 +98,22 @@ class RowExchange:
             # A wait that was interrupted may have been at its end; gloo would wait for another
             # message then.
             if not work.is_completed():
-                _ = work.wait() if self._timeout is None else work.wait(self._timeout)
+                self._wait_for(work)
             del self._works[0]  # not before: an interrupted wait has to be made up for
             self._arriving = 0
+
+    def _wait_for(self, work: dist.Work) -> None:
+        if self._timeout is None:
+            work.wait()
+            return
+        given_up = self._group in _failed
+        try:
+            work.wait(_AN_INSTANT if given_up else self._timeout)
+        except RuntimeError as error:
+            _failed.add(self._group)
+            if given_up:
+                raise RuntimeError(f"not waited for after another had failed: {error}") from error
+            raise
 
     def register(self) -> None:
         """Makes ``wait_tensor(received)`` wait for the step."""
