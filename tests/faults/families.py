@@ -112,7 +112,12 @@ class Family:
         endings = []
         for pid, answer in zip(self.pids, answers, strict=True):
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            endings.append(pickle.loads(answer) if answer else Ending(signal=max(-code, 0)))
+            if answer:
+                endings.append(pickle.loads(answer))
+            elif code < 0:
+                endings.append(Ending(signal=-code))
+            else:  # `faulthandler` did: its stack is in the output of the nursery
+                endings.append(Ending(raised=f"no answer within {LIMIT_S} s"))
         self.pids = []
         return endings
 
@@ -144,15 +149,19 @@ def endings(ranks: int, body: Callable[..., Any], *args: Any) -> list[Ending]:
 
 
 def endings_of_each(
-    ranks: int, body: Callable[..., Any], cases: Iterable[Sequence[Any]]
+    ranks: int,
+    body: Callable[..., Any],
+    cases: Iterable[Sequence[Any]],
+    *,
+    at_once: int = AT_ONCE,
 ) -> list[list[Ending]]:
-    """`endings` for the arguments of each case; `AT_ONCE` families at a time, as most of them wait.
+    """`endings` for the arguments of each case; ``at_once`` families at a time, as most wait.
 
     Many more than that would be late on a machine with few cores.
     """
     remaining = iter(cases)
     found = []
-    while some := list(itertools.islice(remaining, AT_ONCE)):
+    while some := list(itertools.islice(remaining, at_once)):
         with contextlib.ExitStack() as stack:
             families = [stack.enter_context(Family(ranks, body, *case)) for case in some]
             found += [family.endings() for family in families]
@@ -214,18 +223,28 @@ def regroup(rank: int, ranks: int) -> None:
     join(rank, ranks)
 
 
-def meet(ctx: RankContext) -> list[int]:
-    """Waits for all ranks, without a collective; returns their process ids."""
+def meet(
+    ctx: RankContext, saying: str = "", *, last: Callable[[int], object] | None = None
+) -> list[str]:
+    """Waits for all ranks, without a collective; returns what each of them says.
+
+    Calls ``last`` again and again with the rank that is the only one missing.
+    """
     store = _next_store(ctx.world_size)
-    store.set(str(ctx.rank), str(os.getpid()))
-    keys = [str(rank) for rank in range(ctx.world_size)]
-    store.wait(keys, timedelta(seconds=LIMIT_S))
-    return [int(store.get(key)) for key in keys]
+    store.set(str(ctx.rank), saying)
+    ranks = range(ctx.world_size)
+    deadline = time.monotonic() + LIMIT_S
+    while missing := [rank for rank in ranks if not store.check([str(rank)])]:
+        assert time.monotonic() < deadline, f"ranks {missing} did not come"
+        if last is not None and len(missing) == 1:
+            last(missing[0])
+        time.sleep(0.01)
+    return [store.get(str(rank)).decode() for rank in ranks]
 
 
-def be_impatient() -> None:
-    """From now on, collectives of the default group fail after `TIMEOUT_S`."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), dist.group.WORLD)
+def be_impatient(timeout_s: float = TIMEOUT_S) -> None:
+    """From now on, collectives of the default group fail after ``timeout_s``."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -39,6 +40,27 @@ if TYPE_CHECKING or IN_RANK_PROCESS:
 
 SEQ = 1
 KINDS = ("styles", "pipelined", "decomposed")
+
+# What a step of any kind on three ranks communicates, and what it waits for, as errors say it.
+_MESSAGE = re.compile(
+    r"Expected the ("
+    r"(pipelined|decomposed) (all_gather_matmul|matmul_reduce_scatter) of \(24, 6\)"
+    r"|all_gather of \(2, 12, 6\)|reduce_scatter of \(2, 4, 6\)|all_reduce of \(3,\)"
+    r") float32 over group '\w+' \(default_pg, ranks 0, 1, 2\) to complete, got RuntimeError: .+ "
+    r"\(waited for ("
+    r"by (a read|linear|aten\.eq\.Scalar|redistribute with async_op=False)"
+    r"|rows of rank [0-2] of the group|rows of the other ranks"
+    r"|rank [0-2], which sends, and rank [0-2], which receives in the group"
+    r"|the others to take its rows"
+    r")\)\. See on the other ranks .+",
+    re.DOTALL,
+)
+
+
+def sent_in_a_step(kind: str) -> list[str]:
+    """How errors name what the others miss, wherever in a step of that kind."""
+    gather = "all_gather of (2, 12, 6)" if kind == "styles" else f"{kind} all_gather_matmul of"
+    return [gather, "reduce_scatter of (2, 4, 6) float32", "all_reduce of (3,) float32"]
 
 
 class Trainee:
@@ -128,6 +150,14 @@ def points_of_a_step(ctx: RankContext, kind: str) -> list[str]:
     return points
 
 
+def where_missed(points: Sequence[str]) -> range:
+    """Numbers of the points of a step at which the others miss a rank that goes no further.
+
+    At the last one, a rank has already sent all that they need.
+    """
+    return range(len(points) - 1)
+
+
 def acting_at(number: int, act: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
     """Calls ``act`` at the point of that number, counted from 0."""
     passed: list[str] = []
@@ -140,18 +170,22 @@ def acting_at(number: int, act: Callable[[], object]) -> contextlib.AbstractCont
     return noting_points(at)
 
 
-def error_of_a_survivor(step: Callable[[], object]) -> str:
+def error_of_a_survivor(step: Callable[[], object], timeout_s: float = TIMEOUT_S) -> str:
     """The message of the error that ends ``step`` in time, which names what did not come."""
-    with within(TIMEOUT_S + 2), pytest.raises(CollectiveFailedError) as failure:
+    with within(timeout_s + 2), pytest.raises(CollectiveFailedError) as failure:
         step()
-    error = failure.value
+    message = message_of(failure.value)
+    del failure  # its traceback has this frame, and the values of the step
+    return message
+
+
+def message_of(error: BaseException) -> str:
+    """Its message, which names what did not come, over which group, and what was waited for."""
+    assert isinstance(error, CollectiveFailedError)
     message = str(error)
     assert isinstance(error.__cause__, RuntimeError)
     assert not isinstance(error.__cause__, CollectiveFailedError)
     assert str(error.__cause__) in message
-    del error, failure  # their traceback has this frame, and the values of the step
-    assert message.startswith("Expected the ")
-    ranks = ", ".join(map(str, range(dist.get_world_size())))
-    assert f"over group '{dist.group.WORLD.group_name}' (default_pg, ranks {ranks})" in message
-    assert "waited for" in message
+    assert f"over group '{dist.group.WORLD.group_name}'" in message
+    assert _MESSAGE.fullmatch(message), message
     return message

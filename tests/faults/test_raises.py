@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -23,8 +23,9 @@ from tests.faults.families import (
     nursery,
     regroup,
     values,
+    within,
 )
-from tests.faults.fault_points import KINDS
+from tests.faults.fault_points import KINDS, sent_in_a_step
 
 # Python 3.12 warns of a fork beside other threads: here the launcher's, which only waits.
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -37,20 +38,23 @@ if IN_RANK_PROCESS:
     from mc2.row_layout import RowLayout
     from pending_dtensor import PendingLocal
     from pending_dtensor.collectives import all_gather, all_reduce, mesh_axis
-    from pending_dtensor.errors import CollectiveFailedError
     from pending_dtensor.pending import Launch
     from pending_dtensor.torch_compat import work_registry_size
     from tests.faults.fault_points import (
         Trainee,
         acting_at,
         error_of_a_survivor,
+        message_of,
         noting_points,
         points_of_a_step,
+        where_missed,
     )
 
     functional = torch.ops._c10d_functional
 
-VICTIM = 1
+RANKS, VICTIM = 3, 1
+# Side by side, each with a share of the points: nearly all of the time they wait for a timeout.
+FAMILIES = 16
 
 
 def raised_by(step: Callable[[], object], number: int, error: type[BaseException]) -> str:
@@ -147,43 +151,76 @@ def test_one_raises_after_its_last_launch_and_the_group_stays_good() -> None:
 # --- one rank in the middle: the others are told in time, and a new group is right
 
 
-def ends_of_the_step(ctx: RankContext, kind: str, number: int, how: str) -> str:
-    """The message of the error on this rank, after which a new group has made a right step."""
+def end_of_a_step(
+    ctx: RankContext, how: str, kind: str, number: int, timeout_s: float
+) -> str | None:
+    """The message of the error on this rank, after which a new group has made a right step.
+
+    None on all ranks if one was so late that the victim did not get to the point.
+    """
     trainee = Trainee(ctx, kind)
-    pids = meet(ctx)
-    be_impatient()
+    pids = meet(ctx, str(os.getpid()))
+    be_impatient(timeout_s)
+    at_the_point = False
+
+    def fail() -> None:
+        nonlocal at_the_point
+        at_the_point = True
+        if how == "raised":
+            raise torch.OutOfMemoryError("of the test")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
     if ctx.rank != VICTIM:
-        message = error_of_a_survivor(trainee.step)
-        os.kill(pids[VICTIM], signal.SIGCONT)
-    elif how == "stopped":
-        stop = functools.partial(os.kill, os.getpid(), signal.SIGSTOP)
-        with pytest.raises(CollectiveFailedError) as failure, acting_at(number, stop):
-            trainee.step()
-        message = str(failure.value)
-        del failure
+        message = error_of_a_survivor(trainee.step, timeout_s)
     else:
-        message = raised_by(trainee.step, number, torch.OutOfMemoryError)
+        with (
+            within(2 * (timeout_s + 2)),  # stopped for a half of it
+            pytest.raises(RuntimeError) as failure,
+            acting_at(number, fail),
+        ):
+            trainee.step()
+        raised = at_the_point and how == "raised"
+        message = str(failure.value) if raised else message_of(failure.value)
+        assert (message == "of the test") == raised
+        del failure
     trainee.out = trainee.x = None
     assert work_registry_size() == 0
-    meet(ctx)
+    # Stopped until all others have failed; again and again, since it may stop only now.
+    said = meet(ctx, str(at_the_point), last=lambda rank: os.kill(int(pids[rank]), signal.SIGCONT))
     regroup(ctx.rank, ctx.world_size)
     Trainee(ctx, kind).check()
-    return message
+    return message if said[VICTIM] == "True" else None
 
 
-def ends_of_steps(ctx: RankContext) -> list[list[str]]:
-    cases = []
-    for kind, count in (("pipelined", 4), ("styles", 1), ("decomposed", 1)):
-        points = values(endings(2, points_of_a_step, kind))[0]
-        # Not the last two, where a rank has sent all that the other needs.
-        chosen = [len(points) * (2 * i + 1) // (2 * count + 1) for i in range(count)]
-        cases += [(kind, number, how) for number in chosen for how in ("stopped", "raised")]
-    return [values(ends) for ends in endings_of_each(2, ends_of_the_step, cases)]
+def ends_of_steps(ctx: RankContext, how: str, cases: Sequence[tuple[str, int]]) -> list[str]:
+    messages = []
+    for kind, number in cases:
+        timeout_s = 1.0
+        try:
+            while (message := end_of_a_step(ctx, how, kind, number, timeout_s)) is None:
+                timeout_s *= 4
+        except BaseException as error:
+            raise AssertionError(f"{how} at point {number} of {kind}") from error
+        messages.append(message)
+    return messages
 
 
-def test_one_is_stopped_or_raises_and_a_new_group_is_right() -> None:
-    for _, message in nursery(ends_of_steps):
-        assert message == "of the test" or message.startswith("Expected the ")
+def one_at_every_point(ctx: RankContext, how: str) -> list[str]:
+    """What the others were told."""
+    steps = endings_of_each(RANKS, points_of_a_step, [(kind,) for kind in KINDS])
+    points = {kind: values(ends)[VICTIM] for kind, ends in zip(KINDS, steps, strict=True)}
+    cases = [(kind, number) for kind in KINDS for number in where_missed(points[kind])]
+    shares = [(how, cases[first::FAMILIES]) for first in range(FAMILIES)]
+    ends = endings_of_each(RANKS, ends_of_steps, shares, at_once=FAMILIES)
+    return [message for family in ends for told in values(family, but=VICTIM) for message in told]
+
+
+@pytest.mark.parametrize("how", ["stopped", "raised"])
+def test_one_is_stopped_or_raises_at_any_point_and_a_new_group_is_right(how: str) -> None:
+    messages = nursery(one_at_every_point, how)
+    for kind in KINDS:
+        for lost in sent_in_a_step(kind):
+            assert any(message.startswith(f"Expected the {lost}") for message in messages), lost
 
 
 # --- Ctrl-C
