@@ -151,7 +151,7 @@ READS: dict[str, Op] = {
     "in": lambda x, y, k: k in x,
     "address": lambda x, y, k: (x.data_ptr() - x.untyped_storage().data_ptr()) // x.itemsize,
     "metadata": lambda x, y, k: (x.shape, x.stride(), x.dtype, len(x)),
-    "hook": lambda x, y, k: nothing(x.register_hook(doubled)),
+    "hook": lambda x, y, k: hooked(x),
 }
 OPS = VIEWS | WRITES | {f"read: {name}": op for name, op in READS.items()}
 # Views and writes as often as reads: it is they that tie values together.
@@ -235,6 +235,12 @@ def may_be_reshaped(x: torch.Tensor) -> torch.Tensor:
     if x._is_view() and isinstance(x._base, PendingLocal) and not isinstance(x, PendingLocal):
         raise RuntimeError(REFUSED)
     return x
+
+
+def hooked(x: torch.Tensor) -> None:
+    """Registers a hook; in inference mode torch lets some views have one, for no gradient."""
+    if not torch.is_inference_mode_enabled():
+        x.register_hook(doubled)
 
 
 def doubled(grad: torch.Tensor | None) -> torch.Tensor | None:
