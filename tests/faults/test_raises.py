@@ -212,6 +212,8 @@ def one_at_every_point(ctx: RankContext, how: str) -> list[str]:
     cases = [(kind, number) for kind in KINDS for number in where_missed(points[kind])]
     shares = [(how, cases[first::FAMILIES]) for first in range(FAMILIES)]
     ends = endings_of_each(RANKS, ends_of_steps, shares, at_once=FAMILIES)
+    for family in ends:
+        values(family)  # the victim's, too
     return [message for family in ends for told in values(family, but=VICTIM) for message in told]
 
 
