@@ -48,6 +48,7 @@ class AscendEnvironment:
             # torch_npu shall be imported by mc2, when it needs it, and by nobody before.
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "OMP_NUM_THREADS": "1",
+            "PENDING_DTENSOR_PYTEST": "tests.ascend",
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -17,9 +18,10 @@ from tests.ascend.environment import (
     build_environment,
     missing_tools,
 )
+from tests.common.property_profiles import FUZZ_FACTOR, PROFILE
 from tests.common.script_on_ranks import run_script_on_ranks
 
-SUITE_TIMEOUT_S = 500.0
+SUITE_TIMEOUT_S = 500.0 * (FUZZ_FACTOR if PROFILE == "fuzz" else 1)
 
 needs_compiler = pytest.mark.skipif(
     bool(missing_tools()),
@@ -27,8 +29,11 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+@pytest.mark.hypothesis  # it has a property: `make fuzz` shall reach that
 @needs_compiler
-def test_the_suite_passes_with_the_real_torch_npu() -> None:
+def test_the_suite_passes_with_the_real_torch_npu(
+    record_property: Callable[[str, object], None],
+) -> None:
     variables = build_environment().variables()
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "tests/ascend/suite", "-p", "no:cacheprovider"],
@@ -46,6 +51,7 @@ def test_the_suite_passes_with_the_real_torch_npu() -> None:
     assert passed is not None, report
     assert int(passed[1]) >= 50, report
     assert "skipped" not in report, report
+    record_property("examples", sum(map(int, re.findall(r"property examples: \S+ (\d+)", report))))
 
 
 @needs_compiler

@@ -25,6 +25,8 @@ from hypothesis import Phase
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 FUZZ_FACTOR = 20
+# The module that runs pytest; another where tests need an environment of their own.
+PYTEST = os.environ.get("PENDING_DTENSOR_PYTEST", "pytest")
 
 # Time limits are the launcher's: an example that restarts a pool is slow, and not wrong. Failing
 # examples are kept by nobody: they are printed, with the command that tries them again.
@@ -85,7 +87,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for report in terminalreporter.getreports(outcome):
             if report.when == "call" and (found := _BLOB.search(report.longreprtext)):
                 again = f"--replay={found[1]}:{found[2]}"
-                command = shlex.join([sys.executable, "-m", "pytest", report.nodeid, again])
+                command = shlex.join([sys.executable, "-m", PYTEST, report.nodeid, again])
                 terminalreporter.write_line(f"Try this example again: {command}")
             for name, count in report.user_properties:
                 if name == "examples":

@@ -1,4 +1,4 @@
-"""Random parallelized models as plain data, and which of them have to be refused.
+"""Random parallelized models as plain data.
 
 No torch here: the parent of the rank processes draws these. A layout is a tensor dim that is
 sharded, counted from either end, or None for Replicate.
@@ -6,13 +6,13 @@ sharded, counted from either end, or None for Replicate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 from hypothesis import strategies as st
 
 T = TypeVar("T")
 Layout = int | None
+Chunks = int | Literal["auto"]
 
 # What may be done to a tensor on its way, sharded or not, with exact gradients. Those that write in
 # place come first, so that nothing saved for backward is written to.
@@ -27,9 +27,13 @@ class Layer(NamedTuple):
     bias: bool = True
     async_op: bool = True
     kernel: str = "pipelined"
-    chunks: int | Literal["auto"] = "auto"
+    chunks: Chunks = "auto"
     regather: bool = False
     column_backward: Literal["fused", "overlap"] = "fused"
+
+    @property
+    def is_ascend(self) -> bool:
+        return self.mc2 and self.kernel == "ascend"
 
 
 class Norm(NamedTuple):
@@ -80,6 +84,8 @@ class Case(NamedTuple):
         evaluated: whether a forward without gradients goes before the first step.
         refilled: whether the second step writes its input into the tensor of the first.
         checked: whether it runs in `debug_consistency`.
+        dtype: of everything.
+        contraction_limit: what the ``ascend`` kernel has to keep each contraction below.
     """
 
     shape: tuple[int, ...]
@@ -92,9 +98,12 @@ class Case(NamedTuple):
     evaluated: bool
     refilled: bool
     checked: bool
+    dtype: str = "float64"
+    contraction_limit: int = 65535
 
-
-# --- drawing
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for block in self.blocks for layer in (*block.columns, block.row)]
 
 
 def rarely(chances: int = 8) -> st.SearchStrategy[bool]:
@@ -103,21 +112,78 @@ def rarely(chances: int = 8) -> st.SearchStrategy[bool]:
     return st.integers(0, 8 * chances).map(lambda number: number % chances == chances // 2)
 
 
-def layers(mc2: bool) -> st.SearchStrategy[Layer]:
+class Domain(NamedTuple):
+    """What sizes, dtypes and kernels are drawn from.
+
+    Attributes:
+        kernels: of an MC2 layer, with its chunks.
+        even: size of a dim that all numbers of ranks divide; but the features.
+        uneven: size of any other.
+        features: of the layers' inputs and outputs.
+        even_hidden: features between column and row that all numbers of ranks divide.
+        uneven_hidden: any others.
+        dtypes: of everything.
+        contraction_limits: of the ``ascend`` kernel.
+    """
+
+    kernels: st.SearchStrategy[tuple[str, Chunks]]
+    even: st.SearchStrategy[int]
+    uneven: st.SearchStrategy[int]
+    features: st.SearchStrategy[int]
+    even_hidden: st.SearchStrategy[int]
+    uneven_hidden: st.SearchStrategy[int]
+    dtypes: st.SearchStrategy[str] = st.just("float64")
+    contraction_limits: st.SearchStrategy[int] = st.just(65535)
+
+
+def kernels(name: str, *chunks: Chunks) -> st.SearchStrategy[tuple[str, Chunks]]:
+    return st.tuples(st.just(name), st.sampled_from(chunks))
+
+
+def mostly(
+    usual: st.SearchStrategy[T], odd: st.SearchStrategy[T], chances: int = 8
+) -> st.SearchStrategy[T]:
+    """Odd once in so many."""
+    return rarely(chances).flatmap(lambda is_odd: odd if is_odd else usual)
+
+
+ANY_DEVICE = Domain(
+    kernels=st.one_of(
+        kernels("pipelined", "auto", 1, 2, 3, 100),
+        kernels("decomposed", "auto", 1),
+        kernels("decomposed", "auto", 1, 2, 3, 100),
+    ),
+    even=st.just(12),
+    uneven=st.integers(0, 5),
+    features=st.integers(1, 6),
+    even_hidden=st.just(12),
+    uneven_hidden=st.integers(1, 8),
+)
+# Mostly what 2 and 4 ranks can run: 256 features on each of them.
+ASCEND = Domain(
+    kernels=mostly(
+        kernels("ascend", "auto", 1), st.one_of(kernels("ascend", 2), kernels("pipelined", 2)), 16
+    ),
+    even=mostly(st.just(4), st.just(8)),
+    uneven=mostly(st.just(4), st.integers(0, 5), 4),
+    features=mostly(st.just(256), st.sampled_from([300, 255]), 16),
+    even_hidden=mostly(st.just(1024), st.just(512)),
+    uneven_hidden=st.sampled_from([1024, 1030, 1025, 513]),
+    dtypes=mostly(st.sampled_from(["float16", "bfloat16"]), st.just("float32"), 32),
+    # So low that siblings' grad_inputs are too much for one reduction.
+    contraction_limits=mostly(st.just(65535), st.just(700), 4),
+)
+
+
+def layers(domain: Domain, mc2: bool) -> st.SearchStrategy[Layer]:
     """Any Linear with an MC2 style or a plain one."""
     if not mc2:
         return st.builds(
             lambda bias, async_op: Layer(bias=bias, async_op=async_op), st.booleans(), st.booleans()
         )
-    pieces: st.SearchStrategy[int | str] = st.sampled_from(["auto", 1, 2, 3, 100])
-    kernels = st.one_of(
-        st.tuples(st.just("pipelined"), pieces),
-        st.tuples(st.just("decomposed"), st.sampled_from(["auto", 1])),
-        st.tuples(st.just("decomposed"), pieces) if mc2 else st.nothing(),
-    )
     return st.builds(
         lambda kernel, **rest: Layer(mc2=True, kernel=kernel[0], chunks=kernel[1], **rest),
-        kernels,
+        domain.kernels,
         bias=st.booleans(),
         regather=st.booleans(),
         column_backward=st.sampled_from(["fused", "overlap"]),
@@ -125,14 +191,14 @@ def layers(mc2: bool) -> st.SearchStrategy[Layer]:
 
 
 @st.composite
-def siblings(draw: st.DrawFn, mc2: bool) -> tuple[Layer, ...]:
+def siblings(draw: st.DrawFn, domain: Domain, mc2: bool) -> tuple[Layer, ...]:
     """One to three columns, most often fused alike."""
     count = draw(st.integers(1, 3))
-    first = draw(layers(mc2))
+    first = draw(layers(domain, mc2))
     columns = [first]
     for _ in range(count - 1):
         if draw(rarely()):
-            columns.append(draw(layers(draw(st.booleans()))))
+            columns.append(draw(layers(domain, draw(st.booleans()))))
         else:
             columns.append(first._replace(bias=draw(st.booleans())))
     return tuple(columns)
@@ -162,7 +228,9 @@ def layouts(draw: st.DrawFn, ndim: int, chances: int = 8) -> Layout:
 
 
 @st.composite
-def blocks(draw: st.DrawFn, ndim: int, source: Layout, local: bool, even: bool) -> Block:
+def blocks(
+    draw: st.DrawFn, domain: Domain, ndim: int, source: Layout, local: bool, even: bool
+) -> Block:
     """A block for a stream of activations that comes in a given layout."""
     locals_ = st.booleans() if even else rarely()
     norm = None
@@ -173,7 +241,7 @@ def blocks(draw: st.DrawFn, ndim: int, source: Layout, local: bool, even: bool) 
         norm = Norm(dim, draw(locals_), draw(st.booleans()))
     gathered = norm.sequence_dim if norm is not None else source
     fusable = gathered is not None and gathered % ndim != ndim - 1
-    columns = draw(siblings(draw(st.booleans()) if fusable else draw(rarely())))
+    columns = draw(siblings(domain, draw(st.booleans()) if fusable else draw(rarely())))
     told = draw(st.booleans()) if columns[0].mc2 else draw(rarely())
     row_mc2 = draw(st.booleans())
     reads = rarely().flatmap(
@@ -191,11 +259,11 @@ def blocks(draw: st.DrawFn, ndim: int, source: Layout, local: bool, even: bool) 
         told=told,
         reads_gather=draw(reads) if told else "",
         product=draw(st.booleans()),
-        hidden_features=12 if even else draw(st.integers(1, 8)),
+        hidden_features=draw(domain.even_hidden if even else domain.uneven_hidden),
         hidden=draw(layouts(ndim, 2)) if draw(rarely(3)) else -1,
         hidden_local=draw(locals_),
         between=draw(consumers()),
-        row=draw(layers(row_mc2)),
+        row=draw(layers(domain, row_mc2)),
         out=draw(layouts(ndim, 8 if row_mc2 else 3)),
         out_local=draw(locals_),
         after=draw(consumers()),
@@ -204,12 +272,12 @@ def blocks(draw: st.DrawFn, ndim: int, source: Layout, local: bool, even: bool) 
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, domain: Domain = ANY_DEVICE) -> Case:
     """Any chain of one or two blocks. Local tensors are rarely uneven, which is refused."""
     ndim = draw(st.integers(2, 4))
     even = draw(st.booleans())
-    size = st.just(12) if even else st.integers(0, 5)
-    shape = (*draw(st.lists(size, min_size=ndim - 1, max_size=ndim - 1)), draw(st.integers(1, 6)))
+    size = domain.even if even else domain.uneven
+    shape = (*draw(st.lists(size, min_size=ndim - 1, max_size=ndim - 1)), draw(domain.features))
     source = draw(layouts(ndim))
     local = draw(st.booleans() if even else rarely())
     kind: Literal["local", "dtensor", "hyper"]
@@ -217,72 +285,21 @@ def cases(draw: st.DrawFn) -> Case:
     chain: list[Block] = []
     layout = source
     for _ in range(draw(st.integers(1, 2))):
-        chain.append(draw(blocks(ndim, layout, local, even)))
+        chain.append(draw(blocks(domain, ndim, layout, local, even)))
         layout, local = chain[-1].out, chain[-1].out_local
+    input_grad = draw(st.booleans())
     return Case(
         shape=shape,
         source=source,
         kind=kind,
         leaf=draw(st.booleans()),
-        input_grad=draw(st.booleans()),
+        input_grad=input_grad,
         blocks=tuple(chain),
         frozen=tuple(draw(st.lists(st.integers(0, 12), max_size=4, unique=True))),
         evaluated=draw(st.booleans()),
         refilled=draw(st.booleans()),
         checked=draw(rarely(4)),
+        dtype=draw(domain.dtypes),
+        # Without gradients siblings reduce nothing, and may go beyond it.
+        contraction_limit=draw(domain.contraction_limits) if input_grad else 65535,
     )
-
-
-# --- what has to be refused
-
-
-def refusals(case: Case, ranks: int) -> set[str]:
-    """Names of the errors of which one has to be raised; none if the case has to run."""
-    found: set[str] = set()
-    shape, layout, local = case.shape, case.source, case.kind == "local"
-    for block in case.blocks:
-        if local and _is_uneven(shape, layout, ranks):
-            found.add("InconsistentRanksError")
-        if block.norm is not None:
-            layout, local = block.norm.sequence_dim, block.norm.local
-            if local and _is_uneven(shape, layout, ranks):
-                found.add("InconsistentRanksError")
-        found |= _refusals_of_columns(block, len(shape), layout)
-        hidden = (*shape[:-1], block.hidden_features)
-        if block.hidden_local and _is_uneven(hidden, block.hidden, ranks):
-            found.add("InconsistentRanksError")
-        if block.row.mc2 and not _is_sequence(len(shape), block.out):
-            found.add("MC2ConstraintError")
-        if any(_chunks_are_refused(layer) for layer in (*block.columns, block.row)):
-            found.add("MC2ConstraintError")
-        layout, local = block.out, block.out_local
-    return found
-
-
-def _refusals_of_columns(block: Block, ndim: int, layout: Layout) -> set[str]:
-    found: set[str] = set()
-    if not _is_sequence(ndim, layout) and any(column.mc2 for column in block.columns):
-        found.add("MC2ConstraintError")
-    if not block.told or layout is None:
-        return found
-    if block.reads_gather == "before":
-        found.add("DeferredReadError")
-    called: Sequence[Layer] = [block.columns[number] for number in block.calls]
-    if not called[0].mc2:
-        found.add("MC2ConstraintError")  # nobody has gathered for it
-    fused = {(column.kernel, column.column_backward) for column in called if column.mc2}
-    if len(fused) > 1:
-        found.add("MC2ConstraintError")
-    return found
-
-
-def _is_sequence(ndim: int, layout: Layout) -> bool:
-    return layout is not None and layout % ndim != ndim - 1
-
-
-def _is_uneven(shape: Sequence[int], layout: Layout, ranks: int) -> bool:
-    return layout is not None and shape[layout] % ranks != 0
-
-
-def _chunks_are_refused(layer: Layer) -> bool:
-    return layer.mc2 and layer.kernel == "decomposed" and layer.chunks not in ("auto", 1)
