@@ -80,7 +80,8 @@ def _in_global_order(tensor: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     """Rows of even ranks from rank by rank to global order."""
     if layout.is_rank_major:
         return tensor
-    by_rank = tensor.view(layout.ranks, layout.outer, -1, tensor.shape[1])
+    segment = layout.sizes[0] * layout.inner  # not -1, which an empty batch leaves open
+    by_rank = tensor.view(layout.ranks, layout.outer, segment, tensor.shape[1])
     return by_rank.transpose(0, 1).reshape(tensor.shape)
 
 
@@ -88,7 +89,8 @@ def _in_rank_order(tensor: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     """Rows of even ranks from global order to rank by rank."""
     if layout.is_rank_major:
         return tensor
-    by_outer = tensor.view(layout.outer, layout.ranks, -1, tensor.shape[1])
+    segment = layout.sizes[0] * layout.inner
+    by_outer = tensor.view(layout.outer, layout.ranks, segment, tensor.shape[1])
     return by_outer.transpose(0, 1).reshape(tensor.shape)
 
 
