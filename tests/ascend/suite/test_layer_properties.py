@@ -90,6 +90,7 @@ TOLD = Case(
 )
 UNTOLD = TOLD._replace(blocks=(TOLD.blocks[0]._replace(told=False),))
 UNEVEN = UNTOLD._replace(shape=(2, 5, 256))
+EMPTY = UNTOLD._replace(shape=(0, 4, 256))
 
 
 @examples(12)
@@ -97,6 +98,7 @@ UNEVEN = UNTOLD._replace(shape=(2, 5, 256))
 @example(case=TOLD)
 @example(case=UNTOLD)
 @example(case=UNEVEN)
+@example(case=EMPTY)
 @on_ranks(2, 4, keep_if_all_raise=True)
 def test_layers_equal_those_of_one_device(ctx: RankContext, case: Case) -> None:
     limit = mock.patch.object(ascend, "_CONTRACTION_LIMIT", case.contraction_limit)
