@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from mc2.cost_model import CostModel
+from mc2.cost_model import ONE_COLLECTIVE, CostModel
 
 CHUNKS = (1, 2, 4, 8, 16)
 MATMULS = 6
@@ -207,9 +207,8 @@ def fit(measured: Sequence[Measured], cores: float) -> Machine:
 def kernel_costs(machine: Machine, measured: Sequence[Measured]) -> CostModel:
     """What ``chunks="auto"`` goes by, on this machine: medians over the cases.
 
-    A piece more costs what is left of the time that it takes longer, once what it overlaps is
-    taken off, and the default for packing the weight; the first piece, what is left of MC2's uncut
-    time over that of plain collectives.
+    A message costs what makes cut calls take as much longer than uncut ones as they did; the first
+    piece, what is left of MC2's uncut time over that of plain collectives. Packing is the default.
 
     Args:
         machine: fitted to the same cases.
@@ -218,34 +217,36 @@ def kernel_costs(machine: Machine, measured: Sequence[Measured]) -> CostModel:
     plain = CostModel(
         flops_per_s=1 / machine.s_per_flop, collective_factor=max(machine.collective_factor, 0.01)
     )
-    more, first = [], []
-    for case in measured:
-        ranks = case.shape.ranks
-        arithmetic = machine.share(case.shape) * case.shape.matmul_flops * machine.s_per_flop
-        travel = case.shape.message_bytes / case.shape.bytes_per_s
-        weight = case.shape.hidden * case.shape.intermediate / ranks
-        packing = weight * plain.s_per_weight_element
 
-        def overlapped(
-            chunks: int, arithmetic: float = arithmetic, travel: float = travel, ranks: int = ranks
-        ) -> float:
-            return max(arithmetic, travel + arithmetic / ranks / chunks)
+    def seconds(model: CostModel, case: Measured, chunks: int) -> float:
+        shape = case.shape
+        multiply_s = machine.share(shape) * shape.matmul_flops * machine.s_per_flop / shape.ranks
+        weight = shape.hidden * shape.intermediate // shape.ranks
+        travel_s = shape.message_bytes / shape.bytes_per_s
+        return model.seconds(chunks, shape.ranks, multiply_s, travel_s, weight)
 
-        uncut = case.mc2_s[1]
-        more += [
-            ((seconds - uncut) / COLLECTIVES - (overlapped(chunks) - overlapped(1)))
-            / ((chunks - 1) * (ranks - 1))
-            - packing
-            for chunks, seconds in case.mc2_s.items()
-            if chunks > 1
-        ]
-        one_collective = arithmetic + plain.collective_factor * travel
-        extra = (uncut - case.async_s) / COLLECTIVES + one_collective - overlapped(1)
-        first.append(extra - (ranks - 1) * packing)
-    s_per_message = max(median(more), 1e-6)
-    typical_ranks = median([case.shape.ranks for case in measured])
-    s_pipeline = max(median(first) - (typical_ranks - 1) * s_per_message, 1e-6)
-    return replace(plain, s_per_message=s_per_message, s_pipeline=s_pipeline)
+    def s_per_message(case: Measured, chunks: int) -> float:
+        """By bisection: the more a message costs, the longer the cut call takes."""
+        longer_s = (case.mc2_s[chunks] - case.mc2_s[1]) / COLLECTIVES
+        low, high = 1e-6, 1.0
+        for _ in range(50):
+            middle = math.sqrt(low * high)
+            model = replace(plain, s_per_message=middle)
+            if seconds(model, case, chunks) - seconds(model, case, 1) < longer_s:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    message_s = median([s_per_message(case, n) for case in measured for n in case.mc2_s if n > 1])
+    fitted = replace(plain, s_per_message=message_s)
+    first = [
+        (case.mc2_s[1] - case.async_s) / COLLECTIVES
+        + seconds(fitted, case, ONE_COLLECTIVE)
+        - (seconds(fitted, case, 1) - fitted.s_pipeline)
+        for case in measured
+    ]
+    return replace(fitted, s_pipeline=max(median(first), 1e-6))
 
 
 def _best(

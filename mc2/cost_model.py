@@ -4,28 +4,30 @@
     w    seconds for the rows of all other ranks to travel, one way
 
 With C pieces from each of R - 1 peers, a gather ends with the product of the last piece to come,
-and a reduction begins with that of the first to go; all else goes side by side. Each piece costs a
-message and a matmul call, which packs the weight. One collective overlaps nothing, and costs none:
+and a reduction begins with that of the first to go; all else goes side by side. Each piece costs p,
+for a message and for a matmul call, which packs the weight; half of it goes unseen where the link
+is busy longer than the core. One collective overlaps nothing, and costs none:
 
-    T(C) = max(R m, w + m / C) + s_pipeline + C (R - 1) (s_per_message + E s_per_weight_element)
+    p    s_per_message + E s_per_weight_element
+    T(C) = max(R m + C (R - 1) p / 2, w + m / C) + C (R - 1) p / 2 + s_pipeline
     T(0) = R m + collective_factor w
 
 A link whose rate is not known has no w. Then pieces are cut so that T is never far from the least,
-be w nothing or as much as all arithmetic, where cutting wins most.
+whatever w is: the worst ratio of two such T is where w is nothing, or where the link is busy as
+long as the core in one of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 ONE_COLLECTIVE = 0
 # Matmuls of a power of two of rows are the fastest, so such a number is cut into others.
 PIECES = (1, 2, 4, 8)
 # Below, a matmul of so few rows is slow by itself.
-MIN_PIECE_ROWS = 128
-# w over R m where the rate is not known. Beyond 1 the same seconds are won of more.
-_UNKNOWN_TRAVEL = (0.0, 1.0)
+MIN_PIECE_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -73,32 +75,57 @@ class CostModel:
         Returns:
             One of `PIECES`, or `ONE_COLLECTIVE` where the rate is known and overlap wins nothing.
         """
-        weight = features * width
-        multiply_s = 2 * rows * weight / self.flops_per_s
-        piece_s = (ranks - 1) * (self.s_per_message + weight * self.s_per_weight_element)
-        choices = [pieces for pieces in PIECES if pieces == 1 or rows // pieces >= MIN_PIECE_ROWS]
-        if self.bytes_per_s is None:
-            travels = [part * ranks * multiply_s for part in _UNKNOWN_TRAVEL]
-        else:
-            travels = [(ranks - 1) * rows * features * item_bytes / self.bytes_per_s]
-            choices.insert(0, ONE_COLLECTIVE)
+        return _pieces(self, ranks, rows, features, width, item_bytes)
 
-        def seconds(chunks: int, travel_s: float) -> float:
-            if chunks == ONE_COLLECTIVE:
-                return ranks * multiply_s + self.collective_factor * travel_s
-            overlapped = max(ranks * multiply_s, travel_s + multiply_s / chunks)
-            return overlapped + self.s_pipeline + chunks * piece_s
+    def seconds(
+        self, chunks: int, ranks: int, multiply_s: float, travel_s: float, weight: int
+    ) -> float:
+        """What one fused call takes: T(chunks) [s].
 
-        least = [min(seconds(other, travel_s) for other in choices) for travel_s in travels]
+        Args:
+            chunks: pieces of each rank's rows, or `ONE_COLLECTIVE`.
+            ranks: R.
+            multiply_s: m [s].
+            travel_s: w [s].
+            weight: elements of it, E.
+        """
+        if chunks == ONE_COLLECTIVE:
+            return ranks * multiply_s + self.collective_factor * travel_s
+        half_s = chunks * self._half_piece_s(ranks, weight)
+        overlapped = max(ranks * multiply_s + half_s, travel_s + multiply_s / chunks)
+        return overlapped + half_s + self.s_pipeline
 
-        def regret(chunks: int) -> float:
-            """How many times the least, at worst."""
-            return max(
-                seconds(chunks, travel_s) / max(least_s, 1e-30)
-                for travel_s, least_s in zip(travels, least, strict=True)
-            )
+    def even_travel_s(self, chunks: int, ranks: int, multiply_s: float, weight: int) -> float:
+        """The w at which the link is as long busy as the core [s]; arguments as of `seconds`."""
+        half_s = chunks * self._half_piece_s(ranks, weight)
+        return ranks * multiply_s + half_s - multiply_s / chunks
 
-        return min(choices, key=regret)
+    def _half_piece_s(self, ranks: int, weight: int) -> float:
+        return (ranks - 1) * (self.s_per_message + weight * self.s_per_weight_element) / 2
+
+
+@functools.lru_cache(maxsize=1024)  # a layer asks in every call
+def _pieces(
+    model: CostModel, ranks: int, rows: int, features: int, width: int, item_bytes: int
+) -> int:
+    weight = features * width
+    multiply_s = 2 * rows * weight / model.flops_per_s
+    choices = [pieces for pieces in PIECES if pieces == 1 or rows // pieces >= MIN_PIECE_ROWS]
+    if model.bytes_per_s is None:
+        even = [model.even_travel_s(chunks, ranks, multiply_s, weight) for chunks in choices]
+        travels = [0.0, *even]
+    else:
+        travels = [(ranks - 1) * rows * features * item_bytes / model.bytes_per_s]
+        choices.insert(0, ONE_COLLECTIVE)
+    # One row for each travel, of which each choice may be so many times the least.
+    costs = [
+        {chunks: model.seconds(chunks, ranks, multiply_s, travel_s, weight) for chunks in choices}
+        for travel_s in travels
+    ]
+    return min(
+        choices,
+        key=lambda chunks: max(cost[chunks] / max(min(cost.values()), 1e-30) for cost in costs),
+    )
 
 
 # Of devices that nothing has run on: orders of magnitude, from data sheets.

@@ -166,10 +166,11 @@ def test_what_auto_goes_by_is_found_again() -> None:
         travel = case.message_bytes / case.bytes_per_s
         if chunks == 0:
             return 4 * (arithmetic + known.collective_factor * travel)
-        overlapped = max(arithmetic, travel + arithmetic / case.ranks / chunks)
         weight = case.hidden * case.intermediate / case.ranks
         piece = known.s_per_message + weight * known.s_per_weight_element
-        return 4 * (overlapped + known.s_pipeline + chunks * (case.ranks - 1) * piece)
+        half = chunks * (case.ranks - 1) * piece / 2
+        overlapped = max(arithmetic + half, travel + arithmetic / case.ranks / chunks)
+        return 4 * (overlapped + half + known.s_pipeline)
 
     cases = [
         dataclasses.replace(

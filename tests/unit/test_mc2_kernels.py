@@ -217,7 +217,7 @@ def test_a_known_rate_decides() -> None:
             use_cost_model(CostModel(bytes_per_s=rate))
             chosen.append(schedule(layout, **sizes)[0])
         # Slow, cut it; fast, the collective is over before the first message would be posted.
-        assert chosen == [2, 2, ONE_COLLECTIVE]
+        assert chosen == [4, 2, ONE_COLLECTIVE]
         assert schedule(layout, **sizes, chunks=1) == (1, 1)
     finally:
         use_cost_model(None)
