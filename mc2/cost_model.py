@@ -5,11 +5,12 @@
 
 With C pieces from each of R - 1 peers, a gather ends with the product of the last piece to come,
 and a reduction begins with that of the first to go; all else goes side by side. Each piece costs p,
-for a message and for a matmul call, which packs the weight; half of it goes unseen where the link
-is busy longer than the core. One collective overlaps nothing, and costs none:
+for a message and for a matmul call, which packs the weight; most of it, h, goes unseen where the
+link is busy longer than the core. One collective overlaps nothing, and costs none:
 
     p    s_per_message + E s_per_weight_element
-    T(C) = max(R m + C (R - 1) p / 2, w + m / C) + C (R - 1) p / 2 + s_pipeline
+    P    C (R - 1) p
+    T(C) = max(R m + h P, w + m / C) + (1 - h) P + s_pipeline
     T(0) = R m + collective_factor w
 
 A link whose rate is not known has no w. Then pieces are cut so that T is never far from the least,
@@ -28,6 +29,7 @@ ONE_COLLECTIVE = 0
 PIECES = (1, 2, 4, 8)
 # Below, a matmul of so few rows is slow by itself.
 MIN_PIECE_ROWS = 64
+_UNSEEN = 0.75  # h: measured where the link is slow, and pieces cost little
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class CostModel:
 
     flops_per_s: float = 30e9
     bytes_per_s: float | None = None
-    s_per_message: float = 0.7e-3
+    s_per_message: float = 1.3e-3
     s_per_weight_element: float = 2e-9
     s_pipeline: float = 2.5e-3
     collective_factor: float = 1.5
@@ -91,17 +93,18 @@ class CostModel:
         """
         if chunks == ONE_COLLECTIVE:
             return ranks * multiply_s + self.collective_factor * travel_s
-        half_s = chunks * self._half_piece_s(ranks, weight)
-        overlapped = max(ranks * multiply_s + half_s, travel_s + multiply_s / chunks)
-        return overlapped + half_s + self.s_pipeline
+        pieces_s = chunks * self._piece_s(ranks, weight)
+        busy_s = ranks * multiply_s + _UNSEEN * pieces_s
+        overlapped_s = max(busy_s, travel_s + multiply_s / chunks)
+        return overlapped_s + (1 - _UNSEEN) * pieces_s + self.s_pipeline
 
     def even_travel_s(self, chunks: int, ranks: int, multiply_s: float, weight: int) -> float:
         """The w at which the link is as long busy as the core [s]; arguments as of `seconds`."""
-        half_s = chunks * self._half_piece_s(ranks, weight)
-        return ranks * multiply_s + half_s - multiply_s / chunks
+        pieces_s = chunks * self._piece_s(ranks, weight)
+        return ranks * multiply_s + _UNSEEN * pieces_s - multiply_s / chunks
 
-    def _half_piece_s(self, ranks: int, weight: int) -> float:
-        return (ranks - 1) * (self.s_per_message + weight * self.s_per_weight_element) / 2
+    def _piece_s(self, ranks: int, weight: int) -> float:
+        return (ranks - 1) * (self.s_per_message + weight * self.s_per_weight_element)
 
 
 @functools.lru_cache(maxsize=1024)  # a layer asks in every call

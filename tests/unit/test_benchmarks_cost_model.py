@@ -168,9 +168,9 @@ def test_what_auto_goes_by_is_found_again() -> None:
             return 4 * (arithmetic + known.collective_factor * travel)
         weight = case.hidden * case.intermediate / case.ranks
         piece = known.s_per_message + weight * known.s_per_weight_element
-        half = chunks * (case.ranks - 1) * piece / 2
-        overlapped = max(arithmetic + half, travel + arithmetic / case.ranks / chunks)
-        return 4 * (overlapped + half + known.s_pipeline)
+        pieces = chunks * (case.ranks - 1) * piece
+        overlapped = max(arithmetic + 0.75 * pieces, travel + arithmetic / case.ranks / chunks)
+        return 4 * (overlapped + 0.25 * pieces + known.s_pipeline)
 
     cases = [
         dataclasses.replace(
