@@ -164,7 +164,7 @@ def main() -> int:
                 "" if case.bar is None else f"<= {case.bar}",
             ]
         )
-        if ratio.median > (case.bar or 1.0):
+        if ratio.median > min(case.bar or 1.0, 1.0):
             aim = "" if case.bar is None else f", aim {case.bar}"
             losses.append(f"{name}: {ratio.median:.2f} x torch{aim}")
         if case.bar is not None:
