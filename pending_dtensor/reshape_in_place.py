@@ -32,5 +32,5 @@ def refuse_if_autograd_knows_views(name: str, tensor: torch.Tensor, was_viewed: 
         f"Expected a tensor without views to change the shape of in place, got {found} ({name} of "
         f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}): autograd would make the views "
         f"again from the wrong shape, with wrong gradients. Make a new tensor, as "
-        f"x = x.{name.rstrip('_')}(...) does."
+        f"x = x.transpose(0, 1) does."
     )
