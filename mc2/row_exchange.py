@@ -7,6 +7,12 @@ other: the fate of ``all_to_all_single`` whenever a rank comes a little later th
 to twice the time. So a step is a receive and a send, in this order, which backends that must not
 tell the two apart (NCCL, HCCL) are handed as one batch.
 
+[Note: a thread that posts]
+Gloo reads and writes in a thread of its own. Where a rank has one core, that thread interrupts one
+that multiplies and just now posts a message, and then spins on the lock which that one holds: some
+2 ms for each message. A thread that does nothing but post has slept until then, and is let finish.
+So gloo's messages are posted by such a thread, one for all, as their order counts.
+
 [Note: whom a message belongs to]
 Messages between two ranks are matched by their order and, on gloo, by `_TAG`. So kernels have to be
 called in the same order on every rank, as collectives have.
@@ -14,13 +20,16 @@ called in the same order on every rank, as collectives have.
 
 from __future__ import annotations
 
+import functools
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
-from mc2.kernel_ops import WaitFailedError, note_launch
+from mc2.kernel_ops import note_launch
 from mc2.row_layout import RowLayout
 from mc2.torch_compat import gloo_timeout, register_wait
 
@@ -30,6 +39,27 @@ _TAG = 0x6D6332  # "mc2": a message that a user sends between the same ranks is 
 # Gloo fails most of it at once itself, but not a send over a connection that its peer has closed.
 _failed: WeakSet[dist.ProcessGroup] = WeakSet()
 _AN_INSTANT = timedelta(milliseconds=1)  # zero is no timeout
+
+
+@functools.cache
+def _poster() -> ThreadPoolExecutor:
+    """The thread that posts (see the note on it)."""
+    return ThreadPoolExecutor(1, thread_name_prefix="mc2-poster")
+
+
+os.register_at_fork(after_in_child=_poster.cache_clear)  # threads do not survive in the child
+
+
+def _post(messages: list[dist.P2POp], *, by_thread: bool) -> Future[list[dist.Work]]:
+    """Hands messages to their process group: at once, or in the thread for it."""
+    if messages and by_thread:
+        return _poster().submit(dist.batch_isend_irecv, messages)
+    posted: Future[list[dist.Work]] = Future()
+    try:
+        posted.set_result(dist.batch_isend_irecv(messages) if messages else [])
+    except RuntimeError as error:
+        posted.set_exception(error)
+    return posted
 
 
 class RowExchange:
@@ -54,9 +84,6 @@ class RowExchange:
             distance: 1 to R - 1.
             layout: tells ranks and rank.
             group: the ranks.
-
-        Raises:
-            WaitFailedError: one of the two has gone.
         """
         note_launch()
         self._received = received
@@ -72,13 +99,11 @@ class RowExchange:
             for call, rows, peer in ((dist.irecv, received, self.above), (dist.isend, sent, below))
             if rows.numel()
         ]
-        try:
-            self._works = dist.batch_isend_irecv(messages) if messages else []
-        except RuntimeError as error:  # gloo knows at once of a peer that has gone
-            _failed.add(group)
-            peers = f"rank {self.above}, which sends, and rank {below}, which receives"
-            raise WaitFailedError(f"waited for {peers} in the group") from error
         self._arriving = 1 if received.numel() else 0
+        self._works: list[dist.Work] = []
+        self._posted: Future[list[dist.Work]] | None = _post(
+            messages, by_thread=self._timeout is not None
+        )
 
     def wait_for_rows(self) -> None:
         """Returns when ``received`` is filled.
@@ -86,21 +111,33 @@ class RowExchange:
         Raises:
             RuntimeError: as the process group tells it.
         """
-        self._wait(len(self._works) - self._arriving)
+        self._wait(len(self._under_way()) - self._arriving)
 
     def wait(self) -> None:
         """Returns when ``sent`` may be written to, too."""
         self._wait(0)
 
     def _wait(self, left: int) -> None:
-        while len(self._works) > left:
-            work = self._works[0]
+        works = self._under_way()
+        while len(works) > left:
             # A wait that was interrupted may have been at its end; gloo would wait for another
             # message then.
-            if not work.is_completed():
-                self._wait_for(work)
-            del self._works[0]  # not before: an interrupted wait has to be made up for
+            if not works[0].is_completed():
+                self._wait_for(works[0])
+            del works[0]  # not before: an interrupted wait has to be made up for
             self._arriving = 0
+
+    def _under_way(self) -> list[dist.Work]:
+        """What has not been waited for."""
+        if self._posted is not None:
+            error = self._posted.exception()
+            if error is not None:  # gloo knows at once of a peer that has gone
+                _failed.add(self._group)
+                # A new one each time: it would hold all that is held where it is raised, this too.
+                raise RuntimeError(str(error)) from error
+            self._works = self._posted.result()
+            self._posted = None
+        return self._works
 
     def _wait_for(self, work: dist.Work) -> None:
         if self._timeout is None:

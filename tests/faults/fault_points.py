@@ -50,7 +50,6 @@ _MESSAGE = re.compile(
     r"\(waited for ("
     r"by (a read|linear|aten\.eq\.Scalar|redistribute with async_op=False)"
     r"|rows of rank [0-2] of the group|rows of the other ranks"
-    r"|rank [0-2], which sends, and rank [0-2], which receives in the group"
     r"|the others to take its rows"
     r")\)\. See on the other ranks .+",
     re.DOTALL,
