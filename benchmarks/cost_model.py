@@ -223,7 +223,7 @@ def kernel_costs(machine: Machine, measured: Sequence[Measured]) -> CostModel:
         multiply_s = machine.share(shape) * shape.matmul_flops * machine.s_per_flop / shape.ranks
         weight = shape.hidden * shape.intermediate // shape.ranks
         travel_s = shape.message_bytes / shape.bytes_per_s
-        return model.seconds(chunks, shape.ranks, multiply_s, travel_s, weight)
+        return model.seconds(chunks, shape.ranks, multiply_s, travel_s, weight, gathers=False)
 
     def s_per_message(case: Measured, chunks: int) -> float:
         """By bisection: the more a message costs, the longer the cut call takes."""

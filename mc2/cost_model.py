@@ -6,16 +6,25 @@
 With C pieces from each of R - 1 peers, a gather ends with the product of the last piece to come,
 and a reduction begins with that of the first to go; all else goes side by side. Each piece costs p,
 for a message and for a matmul call, which packs the weight; most of it, h, goes unseen where the
-link is busy longer than the core. One collective overlaps nothing, and costs none:
+link is busy longer than the core:
 
-    p    s_per_message + E s_per_weight_element
+    p    e + s_per_message                    e    E s_per_weight_element
     P    C (R - 1) p
     T(C) = max(R m + h P, w + m / C) + (1 - h) P + s_pipeline
-    T(0) = R m + collective_factor w
 
-A link whose rate is not known has no w. Then pieces are cut so that T is never far from the least,
-whatever w is: the worst ratio of two such T is where w is nothing, or where the link is busy as
-long as the core in one of them.
+One collective costs no messages. Beside a gather a rank multiplies its own rows, and then those of
+the ranks below and above; a reduction overlaps nothing:
+
+    T(0) = max(m, g w) + (R - 1) m + 2 e     gather
+    T(0) = R m + f w                         reduction
+
+    f    collective_factor
+    g    f where R = 2, else 1: in a ring of more, ranks receive from one neighbour and send to
+         the other, and gloo's two directions cannot keep each other waiting (see `row_exchange`)
+
+A link whose rate is not known has no w. Then T is to be never far from the least, whatever w is,
+and a reduction always goes in pieces. The worst ratio of two such T is where w is nothing, where it
+is all, or where the link is busy as long as the core in one of them.
 """
 
 from __future__ import annotations
@@ -29,6 +38,7 @@ ONE_COLLECTIVE = 0
 PIECES = (1, 2, 4, 8)
 # Below, a matmul of so few rows is slow by itself.
 MIN_PIECE_ROWS = 64
+_ALL = 1e3  # so many times what else there is
 _UNSEEN = 0.75  # h: measured where the link is slow, and pieces cost little
 
 
@@ -53,7 +63,7 @@ class CostModel:
     bytes_per_s: float | None = None
     s_per_message: float = 1.3e-3
     s_per_weight_element: float = 2e-9
-    s_pipeline: float = 2.5e-3
+    s_pipeline: float = 2e-4
     collective_factor: float = 1.5
 
     def __post_init__(self) -> None:
@@ -64,7 +74,9 @@ class CostModel:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"Expected {field.name} above 0, got {value!r} (CostModel).")
 
-    def chunks(self, ranks: int, rows: int, features: int, width: int, item_bytes: int) -> int:
+    def chunks(
+        self, ranks: int, rows: int, features: int, width: int, item_bytes: int, *, gathers: bool
+    ) -> int:
         """The number of pieces to cut each rank's rows into.
 
         Args:
@@ -73,14 +85,22 @@ class CostModel:
             features: that travel with each row.
             width: the weight's other dim, so that E = features x width.
             item_bytes: size of an element.
+            gathers: or else it reduces.
 
         Returns:
-            One of `PIECES`, or `ONE_COLLECTIVE` where the rate is known and overlap wins nothing.
+            One of `PIECES`, or `ONE_COLLECTIVE` where pieces win nothing.
         """
-        return _pieces(self, ranks, rows, features, width, item_bytes)
+        return _pieces(self, ranks, rows, features, width, item_bytes, gathers)
 
     def seconds(
-        self, chunks: int, ranks: int, multiply_s: float, travel_s: float, weight: int
+        self,
+        chunks: int,
+        ranks: int,
+        multiply_s: float,
+        travel_s: float,
+        weight: int,
+        *,
+        gathers: bool,
     ) -> float:
         """What one fused call takes: T(chunks) [s].
 
@@ -90,7 +110,12 @@ class CostModel:
             multiply_s: m [s].
             travel_s: w [s].
             weight: elements of it, E.
+            gathers: or else it reduces.
         """
+        if chunks == ONE_COLLECTIVE and gathers:
+            arriving_s = travel_s * (self.collective_factor if ranks == 2 else 1)
+            packing_s = weight * self.s_per_weight_element
+            return max(multiply_s, arriving_s) + (ranks - 1) * multiply_s + 2 * packing_s
         if chunks == ONE_COLLECTIVE:
             return ranks * multiply_s + self.collective_factor * travel_s
         pieces_s = chunks * self._piece_s(ranks, weight)
@@ -99,7 +124,10 @@ class CostModel:
         return overlapped_s + (1 - _UNSEEN) * pieces_s + self.s_pipeline
 
     def even_travel_s(self, chunks: int, ranks: int, multiply_s: float, weight: int) -> float:
-        """The w at which the link is as long busy as the core [s]; arguments as of `seconds`."""
+        """The w at which the link is as long busy as the core in T(chunks), chunks > 0 [s].
+
+        Arguments as of `seconds`.
+        """
         pieces_s = chunks * self._piece_s(ranks, weight)
         return ranks * multiply_s + _UNSEEN * pieces_s - multiply_s / chunks
 
@@ -109,20 +137,30 @@ class CostModel:
 
 @functools.lru_cache(maxsize=1024)  # a layer asks in every call
 def _pieces(
-    model: CostModel, ranks: int, rows: int, features: int, width: int, item_bytes: int
+    model: CostModel,
+    ranks: int,
+    rows: int,
+    features: int,
+    width: int,
+    item_bytes: int,
+    gathers: bool,
 ) -> int:
     weight = features * width
     multiply_s = 2 * rows * weight / model.flops_per_s
-    choices = [pieces for pieces in PIECES if pieces == 1 or rows // pieces >= MIN_PIECE_ROWS]
+    cuts = [pieces for pieces in PIECES if pieces == 1 or rows // pieces >= MIN_PIECE_ROWS]
     if model.bytes_per_s is None:
-        even = [model.even_travel_s(chunks, ranks, multiply_s, weight) for chunks in choices]
-        travels = [0.0, *even]
+        even = [model.even_travel_s(chunks, ranks, multiply_s, weight) for chunks in cuts]
+        travels = [0.0, *even, _ALL * max(even)]
+        choices = [ONE_COLLECTIVE, *cuts] if gathers else cuts
     else:
         travels = [(ranks - 1) * rows * features * item_bytes / model.bytes_per_s]
-        choices.insert(0, ONE_COLLECTIVE)
+        choices = [ONE_COLLECTIVE, *cuts]
     # One row for each travel, of which each choice may be so many times the least.
     costs = [
-        {chunks: model.seconds(chunks, ranks, multiply_s, travel_s, weight) for chunks in choices}
+        {
+            chunks: model.seconds(chunks, ranks, multiply_s, travel_s, weight, gathers=gathers)
+            for chunks in choices
+        }
         for travel_s in travels
     ]
     return min(
@@ -145,8 +183,8 @@ _told: dict[str, CostModel] = {}
 def use_cost_model(model: CostModel | None, device_type: str = "cpu") -> None:
     """Says what ``chunks="auto"`` goes by from now on. Call it on every rank alike.
 
-    With a known rate, ``auto`` may also choose one collective: the log then says
-    ``one collective``. Another number of pieces may give other last bits.
+    Where ``auto`` chooses one collective, the log says ``one collective``. Another number of pieces
+    may give other last bits.
 
     Args:
         model: the costs; None for the defaults.

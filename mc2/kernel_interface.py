@@ -37,7 +37,7 @@ class KernelReport:
     Attributes:
         kernel: its name.
         chunks: the most pieces that the rows of one rank were cut into; 1 means uncut, and 0 one
-            collective, with which nothing overlaps.
+            collective: beside a gather this rank's rows are multiplied, beside a reduction nothing.
         steps: communication calls it made; 1 means a single collective.
         began: when it began, after all checks [s of ``time.perf_counter``].
         launched: when it sent the first message [s]; None if that is not known.
@@ -146,11 +146,17 @@ class Kernel(ABC):
 
     @abstractmethod
     def schedule(
-        self, layout: RowLayout, message: torch.Tensor, chunks: Chunks, width: int | None = None
+        self,
+        op: Operation,
+        layout: RowLayout,
+        message: torch.Tensor,
+        chunks: Chunks,
+        width: int | None = None,
     ) -> Schedule:
         """Decides how to run a call, from facts that are the same on every rank.
 
         Args:
+            op: what is called.
             layout: rows of the activation.
             message: a tensor with the feature count and dtype of what is communicated.
             chunks: what the caller asked for.
@@ -237,7 +243,7 @@ class Kernel(ABC):
         product_op = self.product_op
         product_later = product_with is not None and product_op is None
         keep = (gather_output or product_later) and layout.ranks > 1
-        schedule = self.schedule(layout, shard, chunks, width)
+        schedule = self.schedule("all_gather_matmul", layout, shard, chunks, width)
         args = (
             shard.contiguous(),
             list(weights),
@@ -375,7 +381,7 @@ class Kernel(ABC):
         )
         operands = [(x, layout.rows, weight) for x, weight in terms]
         self._require("matmul_reduce_scatter", facts, operands)
-        schedule = self.schedule(layout, terms[0][1], chunks, width)
+        schedule = self.schedule("matmul_reduce_scatter", layout, terms[0][1], chunks, width)
         args = (
             [x.contiguous() for x, _ in terms],
             [weight for _, weight in terms],

@@ -16,20 +16,33 @@ def gather_rows(shard: torch.Tensor, layout: RowLayout, group_name: str) -> torc
 
     Uneven rows are padded to those of the rank that has most. One copy, unless even and rank-major.
     """
+    return in_global_order(wait_tensor(start_gather_rows(shard, layout, group_name)), layout)
+
+
+def start_gather_rows(shard: torch.Tensor, layout: RowLayout, group_name: str) -> torch.Tensor:
+    """Starts the all-gather of `gather_rows`; `in_global_order` makes the result of its buffer."""
     features = shard.shape[1]
     if layout.rows * features == 0:
-        return shard.new_empty(layout.rows, features)
+        return shard.new_empty(layout.ranks * layout.max_rows, features)
     segment, longest = (
         size * layout.inner for size in (layout.sizes[layout.rank], max(layout.sizes))
     )
     padded = _pad(shard.view(layout.outer, segment, features), longest)
     note_launch()
-    gathered = wait_tensor(
-        _functional.all_gather_into_tensor(padded.contiguous(), layout.ranks, group_name)
+    gathered: torch.Tensor = _functional.all_gather_into_tensor(
+        padded.reshape(-1, features), layout.ranks, group_name
     )
+    return gathered
+
+
+def in_global_order(gathered: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    """The rows ``(M, F)`` out of as many by rank as the rank with most has, padded by segment."""
+    features = gathered.shape[1]
+    if layout.rows * features == 0:
+        return gathered.new_empty(layout.rows, features)
     if layout.is_even and layout.is_rank_major:
-        return gathered.view(layout.rows, features)
-    by_rank = gathered.view(layout.ranks, layout.outer, longest, features)
+        return gathered
+    by_rank = gathered.view(layout.ranks, layout.outer, -1, features)
     segments = [
         segments[:, : size * layout.inner]
         for segments, size in zip(by_rank, layout.sizes, strict=True)

@@ -52,14 +52,22 @@ os.register_at_fork(after_in_child=_poster.cache_clear)  # threads do not surviv
 
 def _post(messages: list[dist.P2POp], *, by_thread: bool) -> Future[list[dist.Work]]:
     """Hands messages to their process group: at once, or in the thread for it."""
-    if messages and by_thread:
-        return _poster().submit(dist.batch_isend_irecv, messages)
+    if by_thread:
+        return _poster().submit(_start, messages)
     posted: Future[list[dist.Work]] = Future()
     try:
-        posted.set_result(dist.batch_isend_irecv(messages) if messages else [])
+        posted.set_result(_start(messages))
     except RuntimeError as error:
         posted.set_exception(error)
     return posted
+
+
+def _start(messages: list[dist.P2POp]) -> list[dist.Work]:
+    """Empties the list: a thread forgets its arguments a little after it is done with them."""
+    try:
+        return dist.batch_isend_irecv(messages) if messages else []
+    finally:
+        messages.clear()
 
 
 class RowExchange:
@@ -102,7 +110,7 @@ class RowExchange:
         self._arriving = 1 if received.numel() else 0
         self._works: list[dist.Work] = []
         self._posted: Future[list[dist.Work]] | None = _post(
-            messages, by_thread=self._timeout is not None
+            messages, by_thread=bool(messages) and self._timeout is not None
         )
 
     def wait_for_rows(self) -> None:

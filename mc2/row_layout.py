@@ -126,6 +126,12 @@ class RowLayout:
         """Rows of one rank."""
         return self.outer * self.sizes[rank] * self.inner
 
+    def around_rank(self) -> RowLayout:
+        """The same rows on three ranks: those of the ranks below this one, its own, those above."""
+        sizes, rank = self.sizes, self.rank
+        around = (sum(sizes[:rank]), sizes[rank], sum(sizes[rank + 1 :]))
+        return RowLayout(self.outer, around, self.inner, 1)
+
     def segments(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """View of a rank's rows in a global ``(M, F)`` tensor: ``(outer, rows a segment, F)``."""
         start = sum(self.sizes[:rank]) * self.inner

@@ -146,7 +146,12 @@ class AscendKernel(Kernel):
         return name
 
     def schedule(
-        self, layout: RowLayout, message: torch.Tensor, chunks: Chunks, width: int | None = None
+        self,
+        op: Operation,
+        layout: RowLayout,
+        message: torch.Tensor,
+        chunks: Chunks,
+        width: int | None = None,
     ) -> Schedule:
         """One operator."""
         return Schedule(chunks=1, steps=1)

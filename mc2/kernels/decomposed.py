@@ -94,7 +94,12 @@ class DecomposedKernel(Kernel):
         ]
 
     def schedule(
-        self, layout: RowLayout, message: torch.Tensor, chunks: Chunks, width: int | None = None
+        self,
+        op: Operation,
+        layout: RowLayout,
+        message: torch.Tensor,
+        chunks: Chunks,
+        width: int | None = None,
     ) -> Schedule:
         """One collective."""
         return Schedule(chunks=1, steps=1)

@@ -14,7 +14,8 @@ reduction are local, and differ between ranks where features do not divide evenl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from mc2.kernel_ops import (
     wait_tensor,
     waiting_if_it_fails,
 )
-from mc2.row_collectives import gather_rows
+from mc2.row_collectives import in_global_order, start_gather_rows
 from mc2.row_exchange import RowExchange
 from mc2.row_layout import Piece, RowLayout
 from mc2.torch_compat import resolve_group
@@ -69,23 +70,14 @@ class _Product:
     as many roundings as there are pieces would cost accuracy.
     """
 
-    def __init__(self, x: torch.Tensor, features: int, layout: RowLayout) -> None:
-        self._x = x
-        self._layout = layout
+    def __init__(self, features: int, x: torch.Tensor) -> None:
+        self._dtype = x.dtype
         self._half = x.dtype in _HALF
         dtype = torch.float32 if self._half else x.dtype
         self._sum = x.new_zeros(features, x.shape[1], dtype=dtype)
 
-    def add(self, rows: torch.Tensor, owner: int, piece: Piece) -> None:
-        """Adds the part of one piece."""
-        x = self._layout.select(self._x, owner, piece).reshape(piece.rows, -1)
-        self._add(rows, x)
-
-    def add_all(self, gathered: torch.Tensor) -> None:
-        """Adds the whole at once."""
-        self._add(gathered, self._x)
-
-    def _add(self, rows: torch.Tensor, x: torch.Tensor) -> None:
+    def add(self, rows: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the part of some rows."""
         if self._half:
             self._sum += rows.t().mm(x)
         else:
@@ -93,7 +85,7 @@ class _Product:
 
     def finished(self) -> torch.Tensor:
         """The product."""
-        return self._sum.to(self._x.dtype)
+        return self._sum.to(self._dtype)
 
 
 def _gather(
@@ -113,21 +105,62 @@ def _gather(
     """``[gathered, *outs]`` of `Kernel.all_gather_matmul`; with ``x``, the product before them."""
     layout = RowLayout(outer, tuple(sizes), inner, rank)
     features = shard.shape[1]
-    product = None if x is None else _Product(x, features, layout)
-
-    def results(gathered: torch.Tensor | None, outs: list[torch.Tensor]) -> list[torch.Tensor]:
-        made = [] if product is None else [product.finished()]
-        return [*made, shard.new_empty(0) if gathered is None else gathered, *outs]
-
-    if one_step or layout.rows * features == 0:
-        gathered = gather_rows(shard, layout, group)
-        if product is not None:
-            product.add_all(gathered)
-        outs = [torch.mm(gathered, weight) for weight in weights]
-        return results(gathered if gather_output else None, outs)
-
-    gathered = shard.new_empty(layout.rows, features) if gather_output else None
     outs = [shard.new_empty(layout.rows, weight.shape[1]) for weight in weights]
+    product = None if x is None else _Product(features, x)
+
+    def multiply(rows: torch.Tensor, by: RowLayout, owner: int, piece: Piece) -> None:
+        """Puts what is made of the rows of a piece in its place."""
+        for out, weight in zip(outs, weights, strict=True):
+            place = by.select(out, owner, piece)
+            if piece.is_one_segment:
+                torch.mm(rows, weight, out=place)
+            else:
+                place.copy_(torch.mm(rows, weight).view(place.shape))
+        if product is not None:
+            assert x is not None
+            product.add(rows, by.select(x, owner, piece).reshape(piece.rows, -1))
+
+    process_group = resolve_group(group)
+    if one_step:
+        gathered = _gather_at_once(shard, layout, process_group, multiply)
+    else:
+        gathered = _gather_by_piece(shard, layout, process_group, chunks, multiply, gather_output)
+    made = [] if product is None else [product.finished()]
+    return [*made, gathered if gather_output else shard.new_empty(0), *outs]
+
+
+_Multiply = Callable[[torch.Tensor, RowLayout, int, Piece], None]
+
+
+def _gather_at_once(
+    shard: torch.Tensor, layout: RowLayout, group: dist.ProcessGroup, multiply: _Multiply
+) -> torch.Tensor:
+    """One all-gather, beside which this rank multiplies its own rows; then those of the others."""
+    below, own, above = range(3)
+    around = layout.around_rank()
+    buffer = start_gather_rows(shard, layout, group.group_name)
+    with waiting_if_it_fails([buffer]):
+        for piece in around.pieces(own, 1):
+            multiply(shard, around, own, piece)
+        gathered = in_global_order(wait_tensor(buffer), layout)
+    for others in (below, above):
+        for piece in around.pieces(others, 1):
+            rows = around.select(gathered, others, piece).reshape(piece.rows, -1)
+            multiply(rows, around, others, piece)
+    return gathered
+
+
+def _gather_by_piece(
+    shard: torch.Tensor,
+    layout: RowLayout,
+    group: dist.ProcessGroup,
+    chunks: int,
+    multiply: _Multiply,
+    gather_output: bool,
+) -> torch.Tensor:
+    """The schedule of the note; what it returns is empty unless ``gather_output``."""
+    rank, features = layout.rank, shard.shape[1]
+    gathered = shard.new_empty(layout.rows, features) if gather_output else None
 
     def destination(owner: int, piece: Piece | None) -> torch.Tensor:
         """Where to receive: in the result itself where the piece is contiguous there."""
@@ -141,17 +174,9 @@ def _gather(
             place = layout.select(gathered, owner, piece)
             if place.data_ptr() != rows.data_ptr():
                 place.copy_(rows.view(place.shape))
-        for out, weight in zip(outs, weights, strict=True):
-            place = layout.select(out, owner, piece)
-            if piece.is_one_segment:
-                torch.mm(rows, weight, out=place)
-            else:
-                place.copy_(torch.mm(rows, weight).view(place.shape))
-        if product is not None:
-            product.add(rows, owner, piece)
+        multiply(rows, layout, owner, piece)
 
     pieces = [layout.pieces(owner, chunks) for owner in range(layout.ranks)]
-    process_group = resolve_group(group)
     started: list[RowExchange] = []
 
     def start(distance: int) -> list[_Arrival]:
@@ -161,7 +186,7 @@ def _gather(
             mine, theirs = _at(pieces[rank], index), _at(pieces[owner], index)
             sent = shard[:0] if mine is None else layout.select_local(shard, rank, mine)
             received = destination(owner, theirs)
-            exchange = RowExchange(received, sent, distance, layout, process_group)
+            exchange = RowExchange(received, sent, distance, layout, group)
             started.append(exchange)
             arrivals.append(_Arrival(exchange, received, theirs))
         return arrivals
@@ -171,16 +196,20 @@ def _gather(
         in_flight = [start(distance) for distance in distances[:_PEERS_IN_FLIGHT]]
         for own in layout.pieces(rank, min(chunks, layout.outer)):
             use(layout.select_local(shard, rank, own), rank, own)
-        for distance in distances:
-            for exchange, rows, piece in in_flight.pop(0):
+        later = iter(distances[_PEERS_IN_FLIGHT:])
+        while in_flight:
+            arriving = in_flight.pop(0)
+            for number, (exchange, rows, piece) in enumerate(arriving, 1):
                 if piece is not None:
                     wait(exchange.wait_for_rows, f"rows of rank {exchange.above} of the group")
+                # Before the last piece is multiplied, so that the link has work meanwhile.
+                if number == len(arriving):
+                    in_flight += [start(distance) for distance in itertools.islice(later, 1)]
+                if piece is not None:
                     use(rows, exchange.above, piece)
-            if distance + _PEERS_IN_FLIGHT < layout.ranks:
-                in_flight.append(start(distance + _PEERS_IN_FLIGHT))
         for exchange in started:
             wait(exchange.wait, "the others to take its rows")
-    return results(gathered, outs)
+    return shard.new_empty(0) if gathered is None else gathered
 
 
 _all_gather_matmul = all_gather_matmul_op("pipelined_all_gather_matmul", _EXTRA_ARGS)(_gather)
@@ -348,15 +377,24 @@ def _steps_between_peers(layout: RowLayout, chunks: int) -> int:
     return len(layout.pieces(layout.sizes.index(max(layout.sizes)), chunks))
 
 
-def _choose_chunks(layout: RowLayout, message: torch.Tensor, width: int | None) -> int:
+def _choose_chunks(
+    op: Operation, layout: RowLayout, message: torch.Tensor, width: int | None
+) -> int:
     """As many pieces as `CostModel` says; or all segments apart, which spares copies."""
     rows, ranks = layout.max_rows, layout.ranks
     features = message.shape[-1]
     row_bytes = features * message.element_size()
+    if ranks == 1:
+        return 1
     if ranks > 2 and rows * row_bytes < _ONE_STEP_BYTES:
         return ONE_COLLECTIVE
     by_cost = cost_model(message.device.type).chunks(
-        ranks, rows, features, features if width is None else width, message.element_size()
+        ranks,
+        rows,
+        features,
+        features if width is None else width,
+        message.element_size(),
+        gathers=op == "all_gather_matmul",
     )
     if by_cost == ONE_COLLECTIVE:
         return ONE_COLLECTIVE
@@ -378,7 +416,8 @@ class PipelinedKernel(Kernel):
     that span several segments (see `RowLayout`) are copied once; ``chunks >= outer`` avoids that.
 
     ``chunks="auto"`` cuts as `CostModel` says, alike on every rank. What is tiny, or not worth
-    messages of its own, goes in one collective, without overlap: the report says so.
+    messages of its own, goes in one collective: beside that of a gather a rank multiplies its own
+    rows, beside that of a reduction nothing. The report says so.
     """
 
     name = "pipelined"
@@ -394,10 +433,15 @@ class PipelinedKernel(Kernel):
         return []
 
     def schedule(
-        self, layout: RowLayout, message: torch.Tensor, chunks: Chunks, width: int | None = None
+        self,
+        op: Operation,
+        layout: RowLayout,
+        message: torch.Tensor,
+        chunks: Chunks,
+        width: int | None = None,
     ) -> Schedule:
         """Chooses the number of pieces from sizes (see the note on decisions)."""
-        wanted = _choose_chunks(layout, message, width) if chunks == "auto" else chunks
+        wanted = _choose_chunks(op, layout, message, width) if chunks == "auto" else chunks
         if wanted == ONE_COLLECTIVE:
             cut, steps, extra_args = ONE_COLLECTIVE, 1, (1, True)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ if IN_RANK_PROCESS:
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils.flop_counter import FlopCounterMode
 
+    from mc2 import row_exchange
     from mc2.errors import MC2ConstraintError
     from mc2.kernels import get_kernel, pipelined
     from mc2.row_exchange import RowExchange
@@ -342,11 +344,11 @@ def test_pipelined_overlaps_by_its_order_of_work(ctx: RankContext) -> None:
         scattering = list(log)
 
     ahead = min(peers, 2)
-    use = ["wait", "multiply"] * chunks
     start = ["start"] * chunks
     expected = start * ahead + ["multiply"]
-    for peer in range(peers):
-        expected += use + (start if peer + ahead < peers else [])
+    for peer in range(peers):  # the next but one is asked when the last piece is there
+        expected += ["wait", "multiply"] * (chunks - 1)
+        expected += ["wait", *(start if peer + ahead < peers else []), "multiply"]
     sent = ["wait"] * chunks * peers
     assert gathering == expected + sent
     made_and_sent = ["multiply", "start"] * chunks * peers
@@ -433,6 +435,21 @@ def test_other_collectives_of_the_group_in_flight(
 
 
 # --- as ops
+
+
+@on_ranks(1)
+def test_a_forked_process_posts_by_a_thread_of_its_own(ctx: RankContext) -> None:
+    """Threads do not survive a fork."""
+    parent = row_exchange._poster().submit(os.getpid).result()
+    child = os.fork()
+    if child == 0:
+        try:
+            poster = row_exchange._poster().submit(os.getpid)
+            os._exit(0 if poster.result(timeout=10) == os.getpid() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert parent == os.getpid()
 
 
 @each_portable_kernel

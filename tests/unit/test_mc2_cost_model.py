@@ -17,15 +17,25 @@ sizes = st.tuples(st.integers(2, 64), st.integers(1, 1 << 14), st.integers(1, 40
 
 
 def times(
-    model: CostModel, chunks: int, ranks: int, rows: int, features: int, travel_s: float
+    model: CostModel,
+    chunks: int,
+    ranks: int,
+    rows: int,
+    features: int,
+    travel_s: float,
+    *,
+    gathers: bool,
 ) -> float:
     """The module's formulas, written once more, for a square weight."""
     weight = features**2
     multiply_s = 2 * rows * weight / model.flops_per_s
+    packing_s = model.s_per_weight_element * weight
+    if chunks == 0 and gathers:
+        own = max(multiply_s, travel_s * model.collective_factor if ranks == 2 else travel_s)
+        return own + (ranks - 1) * multiply_s + 2 * packing_s
     if chunks == 0:
         return ranks * multiply_s + model.collective_factor * travel_s
-    piece_s = model.s_per_message + model.s_per_weight_element * weight
-    pieces_s = chunks * (ranks - 1) * piece_s
+    pieces_s = chunks * (ranks - 1) * (model.s_per_message + packing_s)
     overlapped = max(ranks * multiply_s + 0.75 * pieces_s, travel_s + multiply_s / chunks)
     return overlapped + 0.25 * pieces_s + model.s_pipeline
 
@@ -34,40 +44,42 @@ def pieces_of(rows: int) -> list[int]:
     return [pieces for pieces in PIECES if pieces == 1 or rows // pieces >= MIN_PIECE_ROWS]
 
 
-@given(sizes, st.floats(1e6, 1e11))
-def test_with_a_known_rate_the_choice_costs_least(size: tuple[int, int, int], rate: float) -> None:
+@given(sizes, st.floats(1e6, 1e11), st.booleans())
+def test_with_a_known_rate_the_choice_costs_least(
+    size: tuple[int, int, int], rate: float, gathers: bool
+) -> None:
     ranks, rows, features = size
     known = dataclasses.replace(MODEL, bytes_per_s=rate)
-    chosen = known.chunks(ranks, rows, features, features, 4)
+    chosen = known.chunks(ranks, rows, features, features, 4, gathers=gathers)
     travel_s = (ranks - 1) * rows * features * 4 / rate
     costs = {
-        chunks: times(MODEL, chunks, *size, travel_s)
+        chunks: times(MODEL, chunks, *size, travel_s, gathers=gathers)
         for chunks in (ONE_COLLECTIVE, *pieces_of(rows))
     }
     assert costs[chosen] == pytest.approx(min(costs.values()))
 
 
-@given(sizes, st.floats(0, 100))
+@given(sizes, st.floats(0, 100), st.booleans())
 def test_with_an_unknown_rate_no_link_makes_the_choice_bad(
-    size: tuple[int, int, int], travel_over_arithmetic: float
+    size: tuple[int, int, int], travel_over_arithmetic: float, gathers: bool
 ) -> None:
     ranks, rows, features = size
-    choices = pieces_of(rows)
-    chosen = MODEL.chunks(ranks, rows, features, features, 4)
-    assert chosen in choices  # never one collective, of which there is no telling
+    cuts = pieces_of(rows)
+    choices = [ONE_COLLECTIVE, *cuts] if gathers else cuts  # nothing bounds a collective's cost
+    chosen = MODEL.chunks(ranks, rows, features, features, 4, gathers=gathers)
+    assert chosen in choices
     multiply_s = 2 * rows * features**2 / MODEL.flops_per_s
     piece_s = MODEL.s_per_message + MODEL.s_per_weight_element * features**2
     even = [
-        (ranks - 1 / chunks) * multiply_s + 0.75 * chunks * (ranks - 1) * piece_s
-        for chunks in choices
+        (ranks - 1 / chunks) * multiply_s + 0.75 * chunks * (ranks - 1) * piece_s for chunks in cuts
     ]
 
     def regret(chunks: int, travel_s: float) -> float:
-        least = min(times(MODEL, other, *size, travel_s) for other in choices)
-        return times(MODEL, chunks, *size, travel_s) / least
+        least = min(times(MODEL, other, *size, travel_s, gathers=gathers) for other in choices)
+        return times(MODEL, chunks, *size, travel_s, gathers=gathers) / least
 
     def at_worst(chunks: int) -> float:
-        return max(regret(chunks, travel_s) for travel_s in (0.0, *even))
+        return max(regret(chunks, travel_s) for travel_s in (0.0, *even, 1e3 * max(even)))
 
     assert at_worst(chosen) == pytest.approx(min(at_worst(chunks) for chunks in choices))
     # And at any other rate it is no worse than there.
@@ -76,18 +88,32 @@ def test_with_an_unknown_rate_no_link_makes_the_choice_bad(
 
 
 def test_faster_links_and_slower_ones() -> None:
-    def chosen(rate: float | None) -> int:
+    def chosen(rate: float | None, *, gathers: bool) -> int:
         model = dataclasses.replace(MODEL, bytes_per_s=rate)
-        return model.chunks(ranks=2, rows=1024, features=256, width=512, item_bytes=4)
+        return model.chunks(2, rows=1024, features=256, width=512, item_bytes=4, gathers=gathers)
 
-    assert [chosen(rate) for rate in (1e12, 320e6, 80e6, 20e6)] == [ONE_COLLECTIVE, 1, 2, 4]
-    assert chosen(None) == 2
+    rates = (1e12, 320e6, 80e6, 20e6)
+    assert [chosen(rate, gathers=True) for rate in rates] == [ONE_COLLECTIVE, ONE_COLLECTIVE, 2, 4]
+    assert [chosen(rate, gathers=False) for rate in rates] == [ONE_COLLECTIVE, 1, 2, 4]
+    assert chosen(None, gathers=True) == chosen(None, gathers=False) == 2
+
+
+def test_with_more_than_two_ranks_a_small_gather_is_one_collective_on_any_link() -> None:
+    def chosen(ranks: int, rows: int) -> tuple[int, int]:
+        sizes = {"rows": rows, "features": 256, "width": 512, "item_bytes": 4}
+        return MODEL.chunks(ranks, **sizes, gathers=True), MODEL.chunks(
+            ranks, **sizes, gathers=False
+        )
+
+    assert chosen(2, 256) == (1, 1)
+    assert chosen(4, 256) == (ONE_COLLECTIVE, 1)
+    assert chosen(4, 4096)[0] == 2
 
 
 def test_a_large_weight_is_packed_less_often() -> None:
     def chosen(**costs: float) -> int:
         model = dataclasses.replace(MODEL, bytes_per_s=1.0, **costs)  # all time is travel
-        return model.chunks(ranks=64, rows=1024, features=8192, width=8192, item_bytes=4)
+        return model.chunks(64, 1024, features=8192, width=8192, item_bytes=4, gathers=False)
 
     assert chosen() == 2
     assert chosen(s_per_weight_element=1e-15) == 8

@@ -187,10 +187,14 @@ def test_layouts_that_make_no_sense() -> None:
 
 
 def schedule(
-    layout: RowLayout, features: int, chunks: Chunks = "auto", width: int | None = None
+    layout: RowLayout,
+    features: int,
+    chunks: Chunks = "auto",
+    width: int | None = None,
+    op: Operation = "matmul_reduce_scatter",
 ) -> tuple[int, int]:
     message = torch.empty(0, features)
-    decided = PipelinedKernel().schedule(layout, message, chunks, width)
+    decided = PipelinedKernel().schedule(op, layout, message, chunks, width)
     return decided.chunks, decided.steps
 
 
@@ -199,21 +203,25 @@ def test_small_rows_are_not_cut() -> None:
     # More than two ranks and tiny: one collective. Not tiny: a message for each peer.
     assert schedule(RowLayout(1, (8,) * 8, 1, 0), 64) == (ONE_COLLECTIVE, 1)
     assert schedule(RowLayout(1, (64,) * 8, 1, 0), 1024) == (1, 7)
+    # But a gather of the same size overlaps enough in one.
+    assert schedule(RowLayout(1, (64,) * 8, 1, 0), 1024, op="all_gather_matmul")[0] == 0
+    assert schedule(RowLayout(1, (8,), 1, 0), 64, op="all_gather_matmul") == (1, 0)
 
 
 def test_large_rows_are_cut_so_that_pieces_stay_large() -> None:
-    assert schedule(RowLayout(1, (1024, 1024), 1, 0), 1024, width=2048) == (4, 4)
-    assert schedule(RowLayout(1, (1024, 1024), 1, 0), 256, width=512) == (2, 2)
-    assert schedule(RowLayout(1, (1 << 16,) * 4, 1, 0), 1024) == (8, 24)
-    # Few and long rows: multiplying single rows would be slow.
-    assert schedule(RowLayout(1, (256, 256), 1, 0), 1 << 20) == (2, 2)
+    for op in OPERATIONS:
+        assert schedule(RowLayout(1, (1024, 1024), 1, 0), 1024, width=2048, op=op) == (4, 4)
+        assert schedule(RowLayout(1, (1024, 1024), 1, 0), 256, width=512, op=op) == (2, 2)
+        assert schedule(RowLayout(1, (1 << 16,) * 4, 1, 0), 1024, op=op) == (8, 24)
+        # Few and long rows: multiplying single rows would be slow.
+        assert schedule(RowLayout(1, (256, 256), 1, 0), 1 << 20, op=op) == (2, 2)
 
 
 def test_a_known_rate_decides() -> None:
     layout, sizes = RowLayout(1, (512, 512), 1, 0), {"features": 256, "width": 512}
     try:
         chosen = []
-        for rate in (20e6, 60e6, 80e6, 320e6):
+        for rate in (20e6, 60e6, 80e6, 1e9):
             use_cost_model(CostModel(bytes_per_s=rate))
             chosen.append(schedule(layout, **sizes)[0])
         # Slow, cut it; fast, the collective is over before the first message would be posted.
@@ -235,11 +243,19 @@ def test_a_number_is_obeyed_and_never_one_collective() -> None:
     assert schedule(RowLayout(1, (0, 0), 1, 0), 4, chunks=3) == (1, 0)
 
 
-@given(layouts, st.sampled_from(["auto", 1, 2, 5]), st.integers(0, 1 << 12))
-def test_every_rank_decides_alike(layout: RowLayout, chunks: Chunks, features: int) -> None:
+@given(
+    st.sampled_from(OPERATIONS),
+    layouts,
+    st.sampled_from(["auto", 1, 2, 5]),
+    st.integers(0, 1 << 12),
+)
+def test_every_rank_decides_alike(
+    op: Operation, layout: RowLayout, chunks: Chunks, features: int
+) -> None:
     """Else a message would be cut in one way where it is sent and in another where received."""
     decisions = {
         PipelinedKernel().schedule(
+            op,
             RowLayout(layout.outer, layout.sizes, layout.inner, rank),
             torch.empty(rows, features),  # of a reduction: K x N, and K may differ
             chunks,
