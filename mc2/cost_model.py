@@ -22,9 +22,9 @@ the ranks below and above; a reduction overlaps nothing:
     g    f where R = 2, else 1: in a ring of more, ranks receive from one neighbour and send to
          the other, and gloo's two directions cannot keep each other waiting (see `row_exchange`)
 
-A link whose rate is not known has no w. Then T is to be never far from the least, whatever w is,
-and a reduction always goes in pieces. The worst ratio of two such T is where w is nothing, where it
-is all, or where the link is busy as long as the core in one of them.
+A link whose rate is not known has no w. Then T is to be never far from the least, whatever w is: a
+collective that takes f times as long is none of the choices. The worst ratio of two T that are left
+is where w is nothing, or where the link is busy as long as the core in one of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ ONE_COLLECTIVE = 0
 PIECES = (1, 2, 4, 8)
 # Below, a matmul of so few rows is slow by itself.
 MIN_PIECE_ROWS = 64
-_ALL = 1e3  # so many times what else there is
 _UNSEEN = 0.75  # h: measured where the link is slow, and pieces cost little
 
 
@@ -150,8 +149,8 @@ def _pieces(
     cuts = [pieces for pieces in PIECES if pieces == 1 or rows // pieces >= MIN_PIECE_ROWS]
     if model.bytes_per_s is None:
         even = [model.even_travel_s(chunks, ranks, multiply_s, weight) for chunks in cuts]
-        travels = [0.0, *even, _ALL * max(even)]
-        choices = [ONE_COLLECTIVE, *cuts] if gathers else cuts
+        travels = [0.0, *even]
+        choices = [ONE_COLLECTIVE, *cuts] if gathers and ranks > 2 else cuts
     else:
         travels = [(ranks - 1) * rows * features * item_bytes / model.bytes_per_s]
         choices = [ONE_COLLECTIVE, *cuts]

@@ -314,6 +314,16 @@ def test_two_runs_give_the_same_bits(ctx: RankContext, kernel: str, chunks: Any)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def noting(log: list[str], what: str, function: Any) -> Any:
+    """The function; each call of it is noted."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        log.append(what)
+        return function(*args, **kwargs)
+
+    return call
+
+
 @on_ranks(2, 4)
 def test_pipelined_overlaps_by_its_order_of_work(ctx: RankContext) -> None:
     """Own rows before any wait when gathering; each piece sent when made, own rows last."""
@@ -322,18 +332,11 @@ def test_pipelined_overlaps_by_its_order_of_work(ctx: RankContext) -> None:
     peers = ctx.world_size - 1
     log: list[str] = []
 
-    def noting(what: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            log.append(what)
-            return function(*args, **kwargs)
-
-        return call
-
     with (
-        mock.patch.object(pipelined, "RowExchange", noting("start", RowExchange)),
-        mock.patch.object(pipelined, "wait", noting("wait", pipelined.wait)),
-        mock.patch.object(pipelined, "wait_tensor", noting("wait", pipelined.wait_tensor)),
-        mock.patch.object(torch, "mm", noting("multiply", torch.mm)),
+        mock.patch.object(pipelined, "RowExchange", noting(log, "start", RowExchange)),
+        mock.patch.object(pipelined, "wait", noting(log, "wait", pipelined.wait)),
+        mock.patch.object(pipelined, "wait_tensor", noting(log, "wait", pipelined.wait_tensor)),
+        mock.patch.object(torch, "mm", noting(log, "multiply", torch.mm)),
     ):
         x, weight = torch.ones(layout.rows, 3), torch.ones(3, 2)
         shard = x[: layout.local_rows]
@@ -355,6 +358,28 @@ def test_pipelined_overlaps_by_its_order_of_work(ctx: RankContext) -> None:
     # Every block is waited for; of the own ones, which come first, nothing is on its way.
     waits = ["wait"] * chunks * (peers + 1)
     assert scattering == made_and_sent + ["multiply"] * chunks + waits
+
+
+@on_ranks(4)
+def test_beside_one_collective_own_rows_are_multiplied(ctx: RankContext) -> None:
+    """Then those of the ranks below, and of those above, where there are any."""
+    layout = RowLayout(1, (4,) * ctx.world_size, 1, ctx.rank)
+    log: list[str] = []
+
+    with (
+        mock.patch.object(
+            pipelined, "start_gather_rows", noting(log, "start", pipelined.start_gather_rows)
+        ),
+        mock.patch.object(pipelined, "wait_tensor", noting(log, "wait", pipelined.wait_tensor)),
+        mock.patch.object(torch, "mm", noting(log, "multiply", torch.mm)),
+    ):
+        shard, weight = torch.ones(4, 3), torch.ones(3, 2)
+        result = get_kernel("pipelined").all_gather_matmul(
+            shard, [weight], layout, dist.group.WORLD
+        )
+    assert str(result.report) == "pipelined one collective"
+    others = 1 if ctx.rank in (0, ctx.world_size - 1) else 2
+    assert log == ["start", "multiply", "wait", *["multiply"] * others]
 
 
 @every_kernel

