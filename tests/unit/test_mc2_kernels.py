@@ -202,9 +202,9 @@ def test_small_rows_are_not_cut() -> None:
     assert schedule(RowLayout(1, (8, 8), 1, 0), 64) == (1, 1)
     # More than two ranks and tiny: one collective. Not tiny: a message for each peer.
     assert schedule(RowLayout(1, (8,) * 8, 1, 0), 64) == (ONE_COLLECTIVE, 1)
-    assert schedule(RowLayout(1, (64,) * 8, 1, 0), 1024) == (1, 7)
+    assert schedule(RowLayout(1, (32,) * 8, 1, 0), 1024) == (1, 7)
     # But a gather of the same size overlaps enough in one.
-    assert schedule(RowLayout(1, (64,) * 8, 1, 0), 1024, op="all_gather_matmul")[0] == 0
+    assert schedule(RowLayout(1, (32,) * 8, 1, 0), 1024, op="all_gather_matmul")[0] == 0
     assert schedule(RowLayout(1, (8,), 1, 0), 64, op="all_gather_matmul") == (1, 0)
 
 
