@@ -163,7 +163,9 @@ class RowLinear(torch.autograd.Function):
         if needs_input:
             weight_ = materialized(weight._local_tensor)
             if is_gather:
-                local, product = gather_matmul(grad_out, weight_, ctx.options, x)
+                # Also where no grad_weight is wanted: all ranks have to cut alike.
+                options = ctx.options.multiplied_twice()
+                local, product = gather_matmul(grad_out, weight_, options, x)
             else:
                 with computing("grad_input"):
                     local = grad_out.matmul(weight_)

@@ -243,8 +243,6 @@ class Kernel(ABC):
         product_op = self.product_op
         product_later = product_with is not None and product_op is None
         keep = (gather_output or product_later) and layout.ranks > 1
-        if product_with is not None:  # each row is multiplied twice
-            width = 2 * (shard.shape[1] if width is None else width)
         schedule = self.schedule("all_gather_matmul", layout, shard, chunks, width)
         args = (
             shard.contiguous(),

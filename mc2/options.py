@@ -27,6 +27,10 @@ class FusionOptions(NamedTuple):
     column_backward: ColumnBackward = "fused"
     width: int | None = None
 
+    def multiplied_twice(self) -> FusionOptions:
+        """The same for a call that multiplies each row for grad_input and for grad_weight."""
+        return self if self.width is None else self._replace(width=2 * self.width)
+
     def checked(self) -> FusionOptions:
         """Itself.
 
