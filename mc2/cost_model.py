@@ -46,8 +46,7 @@ _UNSEEN = 0.75  # h: measured where the link is slow, and pieces cost little
 class CostModel:
     """What communication and arithmetic cost. It has to be the same on every rank.
 
-    The defaults were fitted on two cores, one rank on each, over gloo, in float32, where gloo's
-    thread takes the core from the rank that posts a receive for as long as a time slice.
+    The defaults were fitted to 2 and 4 ranks on two cores, over gloo, in float32.
     ``python -m benchmarks.scaling`` fits them to another machine.
 
     Attributes:
@@ -61,7 +60,7 @@ class CostModel:
 
     flops_per_s: float = 24e9  # one core makes 30e9, but ranks may share theirs
     bytes_per_s: float | None = None
-    s_per_message: float = 1.1e-3
+    s_per_message: float = 1.5e-3
     s_per_weight_element: float = 4e-9
     s_pipeline: float = 2e-4
     collective_factor: float = 1.5
