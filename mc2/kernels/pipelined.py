@@ -411,7 +411,7 @@ class PipelinedKernel(Kernel):
     bfloat16 in float32, rounded once.
 
     Communicates (R - 1) pieces of m_r rows a rank, as the unfused collective does. Memory: a gather
-    receives straight into its result, or without ``gather_output`` into the rows of two ranks;
+    receives straight into its result, or without ``gather_output`` into rows of three ranks;
     a reduction holds M x N elements of sent and as many of received partial sums. Pieces
     that span several segments (see `RowLayout`) are copied once; ``chunks >= outer`` avoids that.
 
