@@ -24,7 +24,7 @@ the ranks below and above; a reduction overlaps nothing:
 
 A link whose rate is not known has no w. Then T is to be never far from the least, whatever w is: a
 collective that takes f times as long is none of the choices. The worst ratio of two T that are left
-is where w is nothing, or where the link is busy as long as the core in one of them.
+is where w is nothing or all, or where the link is busy as long as the core in one of them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ ONE_COLLECTIVE = 0
 PIECES = (1, 2, 4, 8)
 # Below, a matmul of so few rows is slow by itself.
 MIN_PIECE_ROWS = 64
+_ALL = 1e3  # so many times what else there is
 _RING = 1.25  # g: measured 0.8 at 20 MB/s to 1.4 at 320 MB/s, on 4 ranks
 _UNSEEN = 0.75  # h: measured where the link is slow, and pieces cost little
 
@@ -149,7 +150,7 @@ def _pieces(
     cuts = [pieces for pieces in PIECES if pieces == 1 or rows // pieces >= MIN_PIECE_ROWS]
     if model.bytes_per_s is None:
         even = [model.even_travel_s(chunks, ranks, multiply_s, weight) for chunks in cuts]
-        travels = [0.0, *even]
+        travels = [0.0, *even, _ALL * max(even)]
         choices = [ONE_COLLECTIVE, *cuts] if gathers and ranks > 2 else cuts
     else:
         travels = [(ranks - 1) * rows * features * item_bytes / model.bytes_per_s]

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from mc2.kernel_ops import note_launch
 from mc2.row_layout import RowLayout
-from mc2.torch_compat import gloo_timeout, register_wait
+from mc2.torch_compat import gloo_timeout, is_profiled, register_wait
 
 _TAG = 0x6D6332  # "mc2": a message that a user sends between the same ranks is another one
 
@@ -52,8 +52,10 @@ os.register_at_fork(after_in_child=_poster.cache_clear)  # threads do not surviv
 
 def _post(messages: list[dist.P2POp], *, by_thread: bool) -> Future[list[dist.Work]]:
     """Hands messages to their process group: at once, or in the thread for it."""
-    if by_thread:
+    if by_thread and not is_profiled():
         return _poster().submit(_start, messages)
+    if by_thread:  # a profiler sees this thread only; what was posted before goes first
+        _poster().submit(int).result()
     posted: Future[list[dist.Work]] = Future()
     try:
         posted.set_result(_start(messages))

@@ -54,6 +54,11 @@ def gloo_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | 
     return backend.options._timeout if isinstance(backend, dist.ProcessGroupGloo) else None
 
 
+def is_profiled() -> bool:
+    """Whether a profiler watches this thread."""
+    return torch.autograd._profiler_enabled()
+
+
 def group_backend(group: dist.ProcessGroup, device_type: str) -> Any:
     """What runs the collectives of ``group`` on tensors of ``device_type``, or None."""
     try:

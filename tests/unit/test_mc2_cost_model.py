@@ -79,7 +79,7 @@ def test_with_an_unknown_rate_no_link_makes_the_choice_bad(
         return times(MODEL, chunks, *size, travel_s, gathers=gathers) / least
 
     def at_worst(chunks: int) -> float:
-        return max(regret(chunks, travel_s) for travel_s in (0.0, *even))
+        return max(regret(chunks, travel_s) for travel_s in (0.0, *even, 1e3 * max(even)))
 
     assert at_worst(chosen) == pytest.approx(min(at_worst(chunks) for chunks in choices))
     # And at any other rate it is no worse than there.

@@ -229,7 +229,7 @@ def test_a_known_rate_decides() -> None:
         assert schedule(layout, **sizes, chunks=1) == (1, 1)
     finally:
         use_cost_model(None)
-    assert schedule(layout, **sizes)[0] == 2
+    assert schedule(layout, **sizes)[0] == 1
 
 
 def test_batch_first_travels_by_segment_if_that_spares_a_copy() -> None:
