@@ -172,6 +172,16 @@ class RowLayout:
             for start, stop in _cut(segment, last - first)
         ]
 
+    def messages(self, rank: int, chunks: int) -> list[Piece | None]:
+        """A rank's `pieces`, followed by None up to as many as the rank with most rows has.
+
+        So between any two ranks there are as many messages, in both directions, of which some
+        carry nothing.
+        """
+        pieces = self.pieces(rank, chunks)
+        most = len(self.pieces(self.sizes.index(max(self.sizes)), chunks))
+        return [*pieces, *[None] * (most - len(pieces))]
+
 
 def _cut(length: int, parts: int) -> list[tuple[int, int]]:
     """Bounds of ``parts`` consecutive ranges that cover ``length``, none of them empty."""

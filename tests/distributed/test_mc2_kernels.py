@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -21,10 +22,9 @@ if IN_RANK_PROCESS:
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils.flop_counter import FlopCounterMode
 
-    from mc2 import row_exchange
+    from mc2 import piecewise_gather, piecewise_scatter, row_exchange
     from mc2.errors import MC2ConstraintError
     from mc2.kernels import get_kernel, pipelined
-    from mc2.row_exchange import RowExchange
     from mc2.row_layout import RowLayout
     from pending_dtensor.torch_compat import work_registry_size
 
@@ -314,14 +314,15 @@ def test_two_runs_give_the_same_bits(ctx: RankContext, kernel: str, chunks: Any)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def noting(log: list[str], what: str, function: Any) -> Any:
-    """The function; each call of it is noted."""
+def noting_calls(log: list[str], owner: Any, attribute: str, what: str) -> Any:
+    """A context in which each call of a function is noted."""
+    function = getattr(owner, attribute)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         log.append(what)
         return function(*args, **kwargs)
 
-    return call
+    return mock.patch.object(owner, attribute, call)
 
 
 @on_ranks(2, 4)
@@ -331,12 +332,14 @@ def test_pipelined_overlaps_by_its_order_of_work(ctx: RankContext) -> None:
     layout = RowLayout(1, (4,) * ctx.world_size, 1, ctx.rank)
     peers = ctx.world_size - 1
     log: list[str] = []
+    patched = functools.partial(noting_calls, log)
 
     with (
-        mock.patch.object(pipelined, "RowExchange", noting(log, "start", RowExchange)),
-        mock.patch.object(pipelined, "wait", noting(log, "wait", pipelined.wait)),
-        mock.patch.object(pipelined, "wait_tensor", noting(log, "wait", pipelined.wait_tensor)),
-        mock.patch.object(torch, "mm", noting(log, "multiply", torch.mm)),
+        patched(piecewise_gather, "RowExchange", "start"),
+        patched(piecewise_gather, "wait", "wait"),
+        patched(piecewise_scatter, "RowExchange", "start"),
+        patched(pipelined, "wait_tensor", "wait"),
+        patched(torch, "mm", "multiply"),
     ):
         x, weight = torch.ones(layout.rows, 3), torch.ones(3, 2)
         shard = x[: layout.local_rows]
@@ -365,13 +368,12 @@ def test_beside_one_collective_own_rows_are_multiplied(ctx: RankContext) -> None
     """Then those of the ranks below, and of those above, where there are any."""
     layout = RowLayout(1, (4,) * ctx.world_size, 1, ctx.rank)
     log: list[str] = []
+    patched = functools.partial(noting_calls, log)
 
     with (
-        mock.patch.object(
-            pipelined, "start_gather_rows", noting(log, "start", pipelined.start_gather_rows)
-        ),
-        mock.patch.object(pipelined, "wait_tensor", noting(log, "wait", pipelined.wait_tensor)),
-        mock.patch.object(torch, "mm", noting(log, "multiply", torch.mm)),
+        patched(piecewise_gather, "start_gather_rows", "start"),
+        patched(piecewise_gather, "wait_tensor", "wait"),
+        patched(torch, "mm", "multiply"),
     ):
         shard, weight = torch.ones(4, 3), torch.ones(3, 2)
         result = get_kernel("pipelined").all_gather_matmul(

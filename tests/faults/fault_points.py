@@ -22,7 +22,7 @@ if TYPE_CHECKING or IN_RANK_PROCESS:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    from mc2.kernels import pipelined
+    from mc2 import piecewise_gather
     from parallel_styles import ColwiseParallel, RowwiseParallel, parallelize_module
     from pending_dtensor import HyperDTensor, collectives
     from pending_dtensor.errors import CollectiveFailedError
@@ -124,7 +124,7 @@ def noting_points(at: Callable[[str], None]) -> Iterator[None]:
         for what, owner, attribute in (
             *(("launch", module, "note_launch") for module in _senders()),
             ("launch", collectives, "_start"),
-            ("wait", pipelined, "wait"),
+            ("wait", piecewise_gather, "wait"),
             ("wait", Pending, "_finish_wait"),
             ("multiply", torch, "mm"),
         ):

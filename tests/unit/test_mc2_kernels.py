@@ -160,6 +160,16 @@ def test_pieces_are_a_ranks_rows_in_local_order(layout: RowLayout, chunks: int) 
             assert max(sizes) - min(sizes) <= max(segment, 1)
 
 
+@given(layouts, st.integers(1, 9))
+def test_every_rank_sends_as_many_messages(layout: RowLayout, chunks: int) -> None:
+    """Else a receive would wait for a message that nobody sends."""
+    messages = [layout.messages(rank, chunks) for rank in range(layout.ranks)]
+    for rank, own in enumerate(messages):
+        pieces = layout.pieces(rank, chunks)
+        assert own == [*pieces, *[None] * (len(own) - len(pieces))]
+        assert len(own) == max(len(layout.pieces(other, chunks)) for other in range(layout.ranks))
+
+
 @pytest.mark.parametrize(
     ("dim", "outer", "inner"), [(0, 1, 15), (1, 2, 5), (-2, 6, 1), (-4, 1, 15)]
 )
