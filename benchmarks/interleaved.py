@@ -8,6 +8,7 @@ Imports no torch: the process that starts the ranks needs none.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,20 @@ class Sample:
     def spread(self) -> float:
         """Half the distance between the quartiles, as a fraction of the median."""
         return spread(self.seconds)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the median, as a fraction of it, were the values normal.
+
+        That of a mean is sigma / sqrt(n), that of a median sqrt(pi / 2) times as much; half the
+        distance between quartiles is 0.6745 sigma.
+        """
+        sigma = self.spread / 0.6745
+        return math.sqrt(math.pi / 2 / len(self.seconds)) * sigma
+
+    def followed_by(self, other: Sample) -> Sample:
+        """The rounds of both."""
+        return Sample(self.seconds + other.seconds)
 
     def ratio_to(self, other: Sample) -> Sample:
         """This one's seconds over the other's, round by round: a sample without unit."""

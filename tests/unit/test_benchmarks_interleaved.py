@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -98,3 +99,18 @@ def test_spread_is_half_the_quartile_distance(values: tuple[float, ...], expecte
 def test_one_outlier_does_not_change_the_spread() -> None:
     values = (1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.06)
     assert spread((*values[:-1], 100.0)) == pytest.approx(spread(values))
+
+
+def test_the_error_is_that_of_a_median_of_normal_values() -> None:
+    normal = statistics.NormalDist(mu=10.0, sigma=1.0)
+    values = [normal.inv_cdf((i + 0.5) / 400) for i in range(400)]
+    assert Sample(tuple(values)).error == pytest.approx(1.2533 * 0.1 / 20, rel=0.02)
+    medians = [statistics.median(normal.samples(25, seed=seed)) for seed in range(400)]
+    expected = statistics.mean(
+        Sample(tuple(normal.samples(25, seed=seed))).error * 10.0 for seed in range(400)
+    )
+    assert statistics.stdev(medians) == pytest.approx(expected, rel=0.1)
+
+
+def test_more_rounds_follow() -> None:
+    assert Sample((1.0, 2.0)).followed_by(Sample((3.0,))) == Sample((1.0, 2.0, 3.0))
