@@ -92,7 +92,7 @@ class ColumnLinear(torch.autograd.Function):
         grad_input = None
         if needs_input:
             term = Term(grad_out, materialized(weight._local_tensor))
-            recipe = DeferredMatmul([term], tuple(grad_out.shape[:-1]), options)
+            recipe = DeferredMatmul([term], tuple(grad_out.shape[:-1]), options.in_backward())
             local = defer_matmul(recipe)
             if options.column_backward == "overlap":
                 with computing("grad_input"):
@@ -163,9 +163,7 @@ class RowLinear(torch.autograd.Function):
         if needs_input:
             weight_ = materialized(weight._local_tensor)
             if is_gather:
-                # Also where no grad_weight is wanted: all ranks have to cut alike.
-                options = ctx.options.multiplied_twice()
-                local, product = gather_matmul(grad_out, weight_, options, x)
+                local, product = gather_matmul(grad_out, weight_, ctx.options.in_backward(), x)
             else:
                 with computing("grad_input"):
                     local = grad_out.matmul(weight_)

@@ -10,13 +10,17 @@ link is busy longer than the core:
 
     p    e + s_per_message                    e    E s_per_weight_element
     P    C (R - 1) p
-    T(C) = max(R m + h P, w + m / C) + (1 - h) P + s_pipeline
+    T(C) = max(R m + h P + n, w + m / C) + (1 - h) P + s_pipeline
+
+In backward each row is multiplied for grad_weight as well. Of gathered rows that is done piece by
+piece: m and e are those of both matmuls. Beside a reduction it is what comes next, when all pieces
+are made: n = R m; in forward n = 0.
 
 One collective costs no messages. Beside a gather a rank multiplies its own rows, and then those of
 the ranks below and above; a reduction overlaps nothing:
 
     T(0) = max(m, g w) + (R - 1) m + 2 e     gather
-    T(0) = R m + f w                         reduction
+    T(0) = R m + max(n, f w)                 reduction
 
     f    collective_factor
     g    f where R = 2. In a ring of more, ranks receive from one neighbour and send to the other,
@@ -75,7 +79,15 @@ class CostModel:
                 raise ValueError(f"Expected {field.name} above 0, got {value!r} (CostModel).")
 
     def chunks(
-        self, ranks: int, rows: int, features: int, width: int, item_bytes: int, *, gathers: bool
+        self,
+        ranks: int,
+        rows: int,
+        features: int,
+        width: int,
+        item_bytes: int,
+        *,
+        gathers: bool,
+        matmuls: int = 1,
     ) -> int:
         """The number of pieces to cut each rank's rows into.
 
@@ -86,11 +98,12 @@ class CostModel:
             width: the weight's other dim, so that E = features x width.
             item_bytes: size of an element.
             gathers: or else it reduces.
+            matmuls: of each row: 2 in backward.
 
         Returns:
             One of `PIECES`, or `ONE_COLLECTIVE` where pieces win nothing.
         """
-        return _pieces(self, ranks, rows, features, width, item_bytes, gathers)
+        return _pieces(self, ranks, rows, features, width, item_bytes, gathers, matmuls)
 
     def seconds(
         self,
@@ -101,8 +114,9 @@ class CostModel:
         weight: int,
         *,
         gathers: bool,
+        next_s: float = 0.0,
     ) -> float:
-        """What one fused call takes: T(chunks) [s].
+        """What one fused call takes, with what is computed next: T(chunks) [s].
 
         Args:
             chunks: pieces of each rank's rows, or `ONE_COLLECTIVE`.
@@ -111,25 +125,28 @@ class CostModel:
             travel_s: w [s].
             weight: elements of it, E.
             gathers: or else it reduces.
+            next_s: n [s].
         """
         if chunks == ONE_COLLECTIVE and gathers:
             arriving_s = travel_s * (self.collective_factor if ranks == 2 else _RING)
             packing_s = weight * self.s_per_weight_element
             return max(multiply_s, arriving_s) + (ranks - 1) * multiply_s + 2 * packing_s
         if chunks == ONE_COLLECTIVE:
-            return ranks * multiply_s + self.collective_factor * travel_s
+            return ranks * multiply_s + max(next_s, self.collective_factor * travel_s)
         pieces_s = chunks * self._piece_s(ranks, weight)
-        busy_s = ranks * multiply_s + _UNSEEN * pieces_s
+        busy_s = ranks * multiply_s + _UNSEEN * pieces_s + next_s
         overlapped_s = max(busy_s, travel_s + multiply_s / chunks)
         return overlapped_s + (1 - _UNSEEN) * pieces_s + self.s_pipeline
 
-    def even_travel_s(self, chunks: int, ranks: int, multiply_s: float, weight: int) -> float:
+    def even_travel_s(
+        self, chunks: int, ranks: int, multiply_s: float, weight: int, next_s: float = 0.0
+    ) -> float:
         """The w at which the link is as long busy as the core in T(chunks), chunks > 0 [s].
 
         Arguments as of `seconds`.
         """
         pieces_s = chunks * self._piece_s(ranks, weight)
-        return ranks * multiply_s + _UNSEEN * pieces_s - multiply_s / chunks
+        return ranks * multiply_s + _UNSEEN * pieces_s + next_s - multiply_s / chunks
 
     def _piece_s(self, ranks: int, weight: int) -> float:
         return (ranks - 1) * (self.s_per_message + weight * self.s_per_weight_element)
@@ -144,12 +161,16 @@ def _pieces(
     width: int,
     item_bytes: int,
     gathers: bool,
+    matmuls: int,
 ) -> int:
     weight = features * width
+    if gathers:
+        weight *= matmuls
     multiply_s = 2 * rows * weight / model.flops_per_s
+    next_s = 0.0 if gathers else (matmuls - 1) * ranks * multiply_s
     cuts = [pieces for pieces in PIECES if pieces == 1 or rows // pieces >= MIN_PIECE_ROWS]
     if model.bytes_per_s is None:
-        even = [model.even_travel_s(chunks, ranks, multiply_s, weight) for chunks in cuts]
+        even = [model.even_travel_s(chunks, ranks, multiply_s, weight, next_s) for chunks in cuts]
         travels = [0.0, *even, _ALL * max(even)]
         choices = [ONE_COLLECTIVE, *cuts] if gathers and ranks > 2 else cuts
     else:
@@ -158,7 +179,9 @@ def _pieces(
     # One row for each travel, of which each choice may be so many times the least.
     costs = [
         {
-            chunks: model.seconds(chunks, ranks, multiply_s, travel_s, weight, gathers=gathers)
+            chunks: model.seconds(
+                chunks, ranks, multiply_s, travel_s, weight, gathers=gathers, next_s=next_s
+            )
             for chunks in choices
         }
         for travel_s in travels

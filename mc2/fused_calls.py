@@ -79,6 +79,7 @@ def gather_matmul(
             product_with=None if product_with is None else product_with.flatten(0, -2),
             chunks=options.chunks,
             width=options.width,
+            matmuls=options.matmuls,
         )
     report = result.report
     event = record_event(
@@ -158,6 +159,7 @@ def linear_reduce_scatter(
             resolve_group(axis.group),
             chunks=options.chunks,
             width=options.width,
+            matmuls=options.matmuls,
         )
     report = started.report
     shape = (*local.shape[:dim], sizes[axis.rank], *local.shape[dim + 1 :])

@@ -152,6 +152,7 @@ class Kernel(ABC):
         message: torch.Tensor,
         chunks: Chunks,
         width: int | None = None,
+        matmuls: int = 1,
     ) -> Schedule:
         """Decides how to run a call, from facts that are the same on every rank.
 
@@ -161,6 +162,8 @@ class Kernel(ABC):
             message: a tensor with the feature count and dtype of what is communicated.
             chunks: what the caller asked for.
             width: the features of an activation that are not communicated; None if not known.
+            matmuls: of each row, while rows travel: see `all_gather_matmul` and
+                `start_matmul_reduce_scatter`.
         """
 
     @abstractmethod
@@ -196,6 +199,7 @@ class Kernel(ABC):
         product_with: torch.Tensor | None = None,
         chunks: Chunks = "auto",
         width: int | None = None,
+        matmuls: int = 1,
     ) -> GatheredMatmul:
         """Gathers rows and multiplies them by one or more weights (see the note on autograd).
 
@@ -221,6 +225,7 @@ class Kernel(ABC):
             chunks: pieces for each rank's rows, of kernels that cut.
             width: for "auto": the most features that a rank has of what is not communicated, N of a
                 gather and K of a reduction. The same on every rank; None for as many as travel.
+            matmuls: for "auto": of each row, for ``outs`` and ``product``; the same on every rank.
 
         Returns:
             outs and gathered in global row order, a report, and the product if asked for.
@@ -243,7 +248,7 @@ class Kernel(ABC):
         product_op = self.product_op
         product_later = product_with is not None and product_op is None
         keep = (gather_output or product_later) and layout.ranks > 1
-        schedule = self.schedule("all_gather_matmul", layout, shard, chunks, width)
+        schedule = self.schedule("all_gather_matmul", layout, shard, chunks, width, matmuls)
         args = (
             shard.contiguous(),
             list(weights),
@@ -317,18 +322,20 @@ class Kernel(ABC):
         *,
         chunks: Chunks = "auto",
         width: int | None = None,
+        matmuls: int = 1,
     ) -> StartedScatter:
         """As `matmul_reduce_scatter`, but returns while the last rows are on their way.
 
-        What is computed next, such as grad_weight, hides them. A kernel without such an op returns
-        its result finished.
+        What is computed next, such as grad_weight, hides them: ``matmuls`` says to "auto" how often
+        each row is multiplied, this matmul and those that come next; the same on every rank. A
+        kernel without such an op returns its result finished.
         """
         if self.start_op is None:
             out, report = self.matmul_reduce_scatter(
                 terms, layout, group, chunks=chunks, width=width
             )
             return StartedScatter([out], lambda out: out, report)
-        schedule, args = self._prepare_scatter(terms, layout, group, chunks, width)
+        schedule, args = self._prepare_scatter(terms, layout, group, chunks, width, matmuls)
         sent = (layout.rows, terms[0][1].shape[1]), terms[0][1].dtype
         with blocked_time(self.name, "matmul_reduce_scatter", *sent, group) as blocked:
             buffers = self.start_op(*args)
@@ -369,6 +376,7 @@ class Kernel(ABC):
         group: dist.ProcessGroup,
         chunks: Chunks,
         width: int | None,
+        matmuls: int = 1,
     ) -> tuple[Schedule, tuple[Any, ...]]:
         """Checks a matmul_reduce_scatter, and gives its schedule and the arguments of its ops."""
         facts = CallFacts(
@@ -381,7 +389,8 @@ class Kernel(ABC):
         )
         operands = [(x, layout.rows, weight) for x, weight in terms]
         self._require("matmul_reduce_scatter", facts, operands)
-        schedule = self.schedule("matmul_reduce_scatter", layout, terms[0][1], chunks, width)
+        message = terms[0][1]
+        schedule = self.schedule("matmul_reduce_scatter", layout, message, chunks, width, matmuls)
         args = (
             [x.contiguous() for x, _ in terms],
             [weight for _, weight in terms],

@@ -19,6 +19,7 @@ class FusionOptions(NamedTuple):
         column_backward: ``fused`` computes and reduces grad_input in one kernel; ``overlap``
             computes it, starts its reduce-scatter, and computes grad_weight meanwhile.
         width: features of the weight that are this rank's, of the rank that has most; for ``auto``.
+        matmuls: of each row, while rows travel; for ``auto``.
     """
 
     kernel: str
@@ -26,10 +27,14 @@ class FusionOptions(NamedTuple):
     regather: bool = False
     column_backward: ColumnBackward = "fused"
     width: int | None = None
+    matmuls: int = 1
 
-    def multiplied_twice(self) -> FusionOptions:
-        """The same for a call that multiplies each row for grad_input and for grad_weight."""
-        return self if self.width is None else self._replace(width=2 * self.width)
+    def in_backward(self) -> FusionOptions:
+        """The same for a call beside which each row is multiplied for grad_weight as well.
+
+        Also where no grad_weight is wanted: all ranks have to cut alike.
+        """
+        return self._replace(matmuls=2)
 
     def checked(self) -> FusionOptions:
         """Itself.

@@ -152,6 +152,7 @@ class AscendKernel(Kernel):
         message: torch.Tensor,
         chunks: Chunks,
         width: int | None = None,
+        matmuls: int = 1,
     ) -> Schedule:
         """One operator."""
         return Schedule(chunks=1, steps=1)

@@ -100,6 +100,7 @@ class DecomposedKernel(Kernel):
         message: torch.Tensor,
         chunks: Chunks,
         width: int | None = None,
+        matmuls: int = 1,
     ) -> Schedule:
         """One collective."""
         return Schedule(chunks=1, steps=1)

@@ -112,7 +112,7 @@ def _start_matmul_reduce_scatter(
 
 
 def _choose_chunks(
-    op: Operation, layout: RowLayout, message: torch.Tensor, width: int | None
+    op: Operation, layout: RowLayout, message: torch.Tensor, width: int | None, matmuls: int
 ) -> int:
     """As many pieces as `CostModel` says; or all segments apart, which spares copies."""
     rows, ranks = layout.max_rows, layout.ranks
@@ -129,6 +129,7 @@ def _choose_chunks(
         features if width is None else width,
         message.element_size(),
         gathers=op == "all_gather_matmul",
+        matmuls=matmuls,
     )
     if by_cost == ONE_COLLECTIVE:
         return ONE_COLLECTIVE
@@ -173,15 +174,17 @@ class PipelinedKernel(Kernel):
         message: torch.Tensor,
         chunks: Chunks,
         width: int | None = None,
+        matmuls: int = 1,
     ) -> Schedule:
         """Chooses the number of pieces from sizes (see the note on decisions)."""
-        wanted = _choose_chunks(op, layout, message, width) if chunks == "auto" else chunks
-        if wanted == ONE_COLLECTIVE:
+        if chunks == "auto":
+            chunks = _choose_chunks(op, layout, message, width, matmuls)
+        if chunks == ONE_COLLECTIVE:
             cut, steps, extra_args = ONE_COLLECTIVE, 1, (1, True)
         else:
-            between_peers = len(layout.messages(0, wanted))
+            between_peers = len(layout.messages(0, chunks))
             cut, steps = max(between_peers, 1), (layout.ranks - 1) * between_peers
-            extra_args = (wanted, False)
+            extra_args = (chunks, False)
         return Schedule(cut, steps if message.shape[-1] else 0, extra_args)
 
     @property

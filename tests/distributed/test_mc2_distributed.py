@@ -655,14 +655,24 @@ def test_any_number_of_chunks(ctx: RankContext, chunks: int) -> None:
     assert {event.detail.split()[1] for event in log.events} == {f"chunks={min(chunks, rows)}"}
 
 
+@pytest.mark.parametrize(
+    ("rate", "chunks"),
+    [
+        (20e6, [2, 2, 4, 2]),  # a row's backward multiplies each piece twice
+        (35e6, [2, 2, 2, 1]),  # grad_weight hides a column's reduction
+    ],
+)
 @on_ranks(2)
-def test_rows_that_are_multiplied_twice_are_cut_for_that(ctx: RankContext) -> None:
+def test_backward_is_cut_for_what_it_multiplies(
+    ctx: RankContext, rate: float, chunks: list[int]
+) -> None:
     """By all ranks alike, also where one of them wants no grad_weight."""
     from mc2 import CostModel, use_cost_model
 
     model = fused(ctx, make(MLP, 256, 1024, bias=False), 0, "pipelined")
-    model.w2.weight.requires_grad_(ctx.rank == 0)
-    use_cost_model(CostModel(34e9, bytes_per_s=20e6, s_per_message=1e-3, s_per_weight_element=2e-9))
+    for weight in (model.w1.weight, model.w2.weight):
+        weight.requires_grad_(ctx.rank == 0)
+    use_cost_model(CostModel(34e9, bytes_per_s=rate, s_per_message=1e-3, s_per_weight_element=2e-9))
     try:
         with record_overlap() as log:
             out = model(torch.ones(256, 1, 256, requires_grad=True))
@@ -670,9 +680,5 @@ def test_rows_that_are_multiplied_twice_are_cut_for_that(ctx: RankContext) -> No
     finally:
         use_cost_model(None)
     cut = [(event.kind, event.detail.split()[1]) for event in log.collectives]
-    assert cut == [
-        ("all_gather", "chunks=2"),
-        ("reduce_scatter", "chunks=2"),
-        ("all_gather", "chunks=4"),
-        ("reduce_scatter", "chunks=2"),
-    ]
+    kinds = ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
+    assert cut == [(kind, f"chunks={count}") for kind, count in zip(kinds, chunks, strict=True)]

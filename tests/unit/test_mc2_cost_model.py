@@ -25,18 +25,21 @@ def times(
     travel_s: float,
     *,
     gathers: bool,
+    matmuls: int,
 ) -> float:
     """The module's formulas, written once more, for a square weight."""
-    weight = features**2
+    weight = features**2 * (matmuls if gathers else 1)
     multiply_s = 2 * rows * weight / model.flops_per_s
+    next_s = 0.0 if gathers else (matmuls - 1) * ranks * multiply_s
     packing_s = model.s_per_weight_element * weight
     if chunks == 0 and gathers:
         own = max(multiply_s, travel_s * (model.collective_factor if ranks == 2 else 1.25))
         return own + (ranks - 1) * multiply_s + 2 * packing_s
     if chunks == 0:
-        return ranks * multiply_s + model.collective_factor * travel_s
+        return ranks * multiply_s + max(next_s, model.collective_factor * travel_s)
     pieces_s = chunks * (ranks - 1) * (model.s_per_message + packing_s)
-    overlapped = max(ranks * multiply_s + 0.75 * pieces_s, travel_s + multiply_s / chunks)
+    busy = ranks * multiply_s + 0.75 * pieces_s + next_s
+    overlapped = max(busy, travel_s + multiply_s / chunks)
     return overlapped + 0.25 * pieces_s + model.s_pipeline
 
 
@@ -44,39 +47,43 @@ def pieces_of(rows: int) -> list[int]:
     return [pieces for pieces in PIECES if pieces == 1 or rows // pieces >= MIN_PIECE_ROWS]
 
 
-@given(sizes, st.floats(1e6, 1e11), st.booleans())
+@given(sizes, st.floats(1e6, 1e11), st.booleans(), st.integers(1, 2))
 def test_with_a_known_rate_the_choice_costs_least(
-    size: tuple[int, int, int], rate: float, gathers: bool
+    size: tuple[int, int, int], rate: float, gathers: bool, matmuls: int
 ) -> None:
     ranks, rows, features = size
     known = dataclasses.replace(MODEL, bytes_per_s=rate)
-    chosen = known.chunks(ranks, rows, features, features, 4, gathers=gathers)
+    kind: dict[str, Any] = {"gathers": gathers, "matmuls": matmuls}
+    chosen = known.chunks(ranks, rows, features, features, 4, **kind)
     travel_s = (ranks - 1) * rows * features * 4 / rate
     costs = {
-        chunks: times(MODEL, chunks, *size, travel_s, gathers=gathers)
+        chunks: times(MODEL, chunks, *size, travel_s, **kind)
         for chunks in (ONE_COLLECTIVE, *pieces_of(rows))
     }
     assert costs[chosen] == pytest.approx(min(costs.values()))
 
 
-@given(sizes, st.floats(0, 100), st.booleans())
+@given(sizes, st.floats(0, 100), st.booleans(), st.integers(1, 2))
 def test_with_an_unknown_rate_no_link_makes_the_choice_bad(
-    size: tuple[int, int, int], travel_over_arithmetic: float, gathers: bool
+    size: tuple[int, int, int], travel_over_arithmetic: float, gathers: bool, matmuls: int
 ) -> None:
     ranks, rows, features = size
     cuts = pieces_of(rows)
     choices = [ONE_COLLECTIVE, *cuts] if gathers and ranks > 2 else cuts
-    chosen = MODEL.chunks(ranks, rows, features, features, 4, gathers=gathers)
+    kind: dict[str, Any] = {"gathers": gathers, "matmuls": matmuls}
+    chosen = MODEL.chunks(ranks, rows, features, features, 4, **kind)
     assert chosen in choices
-    multiply_s = 2 * rows * features**2 / MODEL.flops_per_s
-    piece_s = MODEL.s_per_message + MODEL.s_per_weight_element * features**2
+    weight = features**2 * (matmuls if gathers else 1)
+    multiply_s = 2 * rows * weight / MODEL.flops_per_s
+    piece_s = MODEL.s_per_message + MODEL.s_per_weight_element * weight
+    whole_s = (1 if gathers else matmuls) * ranks * multiply_s
     even = [
-        (ranks - 1 / chunks) * multiply_s + 0.75 * chunks * (ranks - 1) * piece_s for chunks in cuts
+        whole_s - multiply_s / chunks + 0.75 * chunks * (ranks - 1) * piece_s for chunks in cuts
     ]
 
     def regret(chunks: int, travel_s: float) -> float:
-        least = min(times(MODEL, other, *size, travel_s, gathers=gathers) for other in choices)
-        return times(MODEL, chunks, *size, travel_s, gathers=gathers) / least
+        least = min(times(MODEL, other, *size, travel_s, **kind) for other in choices)
+        return times(MODEL, chunks, *size, travel_s, **kind) / least
 
     def at_worst(chunks: int) -> float:
         return max(regret(chunks, travel_s) for travel_s in (0.0, *even, 1e3 * max(even)))
@@ -96,6 +103,15 @@ def test_faster_links_and_slower_ones() -> None:
     assert [chosen(rate, gathers=True) for rate in rates] == [ONE_COLLECTIVE, ONE_COLLECTIVE, 2, 4]
     assert [chosen(rate, gathers=False) for rate in rates] == [ONE_COLLECTIVE, 1, 2, 4]
     assert chosen(None, gathers=True) == chosen(None, gathers=False) == 2  # no collective of two
+
+
+def test_a_reduction_that_grad_weight_hides_is_cut_less() -> None:
+    def chosen(rate: float | None, matmuls: int) -> int:
+        model = dataclasses.replace(MODEL, bytes_per_s=rate)
+        return model.chunks(2, 1024, 256, 512, 4, gathers=False, matmuls=matmuls)
+
+    assert [chosen(rate, 1) for rate in (320e6, 60e6, 20e6)] == [1, 2, 4]
+    assert [chosen(rate, 2) for rate in (320e6, 60e6, 20e6)] == [ONE_COLLECTIVE, 1, 4]
 
 
 def test_with_more_than_two_ranks_a_small_gather_is_one_collective_on_any_link() -> None:
