@@ -17,7 +17,7 @@ piece: m and e are those of both matmuls. Beside a reduction it is what comes ne
 are made: n = R m; in forward n = 0.
 
 One collective costs no messages. Beside a gather a rank multiplies its own rows, and then those of
-the ranks below and above; a reduction overlaps nothing:
+the ranks below and above; beside a reduction only what comes next is computed:
 
     T(0) = max(m, g w) + (R - 1) m + 2 e     gather
     T(0) = R m + max(n, f w)                 reduction

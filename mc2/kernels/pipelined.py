@@ -152,7 +152,7 @@ class PipelinedKernel(Kernel):
 
     ``chunks="auto"`` cuts as `CostModel` says, alike on every rank. What is tiny, or not worth
     messages of its own, goes in one collective: beside that of a gather a rank multiplies its own
-    rows, beside that of a reduction nothing. The report says so.
+    rows, beside that of a reduction what comes next, grad_weight of a column. The report says so.
     """
 
     name = "pipelined"
