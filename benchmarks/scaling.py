@@ -332,7 +332,7 @@ def main() -> int:
     sections = [
         (f"MLP, sequence-first, {sizes}, forward + backward", measurements(cases)),
     ]
-    if all(case.shape.bytes_per_s < math.inf for case in cases):
+    if len(fitted_to) > 1 and all(case.shape.bytes_per_s < math.inf for case in cases):
         machine = fit(fitted_to, cores())
         costs = kernel_costs(machine, fitted_to)
         sections.append(("Cost model", model_report(machine, costs, cases)))
